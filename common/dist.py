@@ -1,0 +1,127 @@
+"""torchrun's environment (or a plain `python script.py`) -> process group, device mesh, error report."""
+
+import datetime
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_REPOSITORY = str(Path(__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """Where this process stands.
+
+    `mesh` has the dimensions ("replicate", "shard"): parameters are sharded over "shard" and
+    replicated over "replicate" (HSDP); data is split over both.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+
+
+def setup(*, timeout_s: float, replicas: int = 1) -> DistEnv:
+    """Create the default process group and the device mesh.  # collective: all ranks
+
+    Args:
+        timeout_s: seconds after which a collective that not all ranks have reached fails.
+        replicas: number of full copies of the sharded model (HSDP); 1 shards over all ranks.
+
+    Raises:
+        ValueError: `replicas` does not divide the number of ranks.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size % replicas:
+        raise ValueError(f"--replicas={replicas} must divide the number of ranks ({world_size})")
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # plain python: an in-process store needs no port, so any number of jobs can run at once
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # vLLM's launcher reads these
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    sys.excepthook = _report_first_error  # init_process_group has put its own in place
+    mesh = init_device_mesh(
+        device.type,
+        (replicas, world_size // replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    return DistEnv(dist.get_rank(), world_size, local_rank, device, mesh)
+
+
+def print0(*values: object) -> None:
+    """Print on rank 0 only."""
+    if dist.get_rank() == 0:
+        print(*values, flush=True)
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """Every rank's picklable `value`, in rank order, on every rank.  # collective: all ranks"""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def barrier() -> None:
+    """Wait for all ranks on the CPU backend; opens no CUDA context.  # collective: all ranks"""
+    dist.all_reduce(torch.zeros(1))
+
+
+def shutdown() -> None:
+    """Leave the process group after the last collective.  # collective: all ranks"""
+    if dist.is_initialized():  # vLLM's shutdown may already have destroyed it
+        dist.destroy_process_group()
+
+
+def _report_first_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the first error of the job in full, and one line for those that follow from it.
+
+    A rank that dies breaks the connections of the others, whose tracebacks would bury the cause.
+    A `ValueError` raised by our own code is a message to the user and needs no traceback.
+    """
+    rank = os.environ.get("RANK", "0")
+    if dist.is_initialized():
+        try:
+            store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            first = store.add("unroll/errors", 1) == 1
+        except RuntimeError:  # the store died with the rank that held it
+            first = False
+    else:  # flags are checked before the group exists, by all ranks alike
+        first = rank == "0"
+        if not first:
+            return
+    raised_in = traceback.extract_tb(trace)[-1].filename if trace else ""
+    ours = raised_in.startswith(_REPOSITORY) and "site-packages" not in raised_in
+    if not first:
+        print(
+            f"[rank {rank}] stopped as well: {kind.__name__}: {str(error)[:200]}", file=sys.stderr
+        )
+    elif issubclass(kind, ValueError) and ours:
+        print(f"[rank {rank}] error: {error}", file=sys.stderr)
+    else:
+        print(f"[rank {rank}] error:", file=sys.stderr)
+        traceback.print_exception(kind, error, trace)
+    sys.stderr.flush()
+
+
+sys.excepthook = _report_first_error

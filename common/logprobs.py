@@ -1,0 +1,57 @@
+"""Packed rows -> log-probs and entropy of the policy. Temperature is applied here and only here."""
+
+from types import MethodType
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from common.packing import PackedRow
+from kernels.logprob import fused_logprobs
+
+
+def add_logprobs_method(model: PreTrainedModel) -> None:
+    """Give the model a method `model.logprobs(row, temperature=...)`; call it after `fully_shard`.
+
+    It is a method, not a function of the model, because FSDP gathers the root's parameters (the
+    output head among them) only around calls that it knows.
+    """
+    model.logprobs = MethodType(_logprobs, model)
+    register_fsdp_forward_method(model, "logprobs")
+
+
+def _logprobs(
+    model: PreTrainedModel, row: PackedRow, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the sampled tokens of a packed row, without ever holding the logits.
+
+    Args:
+        row: (T,) tokens on the model's device; only positions in its response_mask are computed.
+        temperature: divides the logits before the softmax.
+
+    Returns:
+        logprobs, entropy: (T,) f32 each, aligned to actions, 0 outside the response_mask.
+    """
+    # use_cache=False and no attention_mask: either would make transformers ignore the row's
+    # sequence boundaries. "packed" attention reads them from the two extra keywords.
+    hidden = (
+        model.get_decoder()(
+            input_ids=row.input_ids[None],
+            position_ids=row.position_ids[None],
+            use_cache=False,
+            seqlens=row.seqlens,
+            cu_seqlens=row.cu_seqlens,
+        )
+        .last_hidden_state[0]
+        .contiguous()
+    )  # (T, D)
+    head = model.get_output_embeddings()
+    return fused_logprobs(
+        hidden,
+        head.weight,
+        torch.where(row.response_mask, row.target_ids, -1),
+        temperature=temperature,
+        bias=getattr(head, "bias", None),
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+    )

@@ -1,0 +1,316 @@
+"""Hugging Face weights -> FSDP2-sharded model with attention for packed rows -> HF checkpoint."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from common.dist import DistEnv
+from common.logprobs import add_logprobs_method
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    seqlens: list[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a packed row, none across (transformers' protocol).
+
+    Args:
+        query, key, value: (1, heads, T, head_dim); key and value may have fewer heads.
+        attention_mask: must be None; the boundaries come from `seqlens`.
+        scaling: factor of the scores; None is head_dim ** -0.5.
+        dropout: must be 0: old and new log-probs have to come from the same function.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+        seqlens, cu_seqlens: lengths of the sequences as ints, and their (S+1,) i32 boundaries.
+
+    Returns:
+        (1, T, heads, head_dim) and None for the attention weights.
+    """
+    if seqlens is None or cu_seqlens is None or attention_mask is not None or dropout:
+        raise RuntimeError("packed attention needs seqlens and no mask or dropout")
+    if query.is_cuda and query.dtype != torch.float32 and softcap is None:
+        # One fused kernel for all sequences; it exists for 16-bit CUDA tensors only.
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(seqlens)
+        output = varlen_attn(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=True,
+        )
+        assert isinstance(output, Tensor)
+        return output[None], None
+    outputs: list[Tensor] = []
+    for q, k, v in zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True):
+        length = q.shape[2]
+        windowed = sliding_window is not None and length > sliding_window
+        mask = None
+        if windowed or softcap is not None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            if windowed:
+                mask = mask.triu(1 - sliding_window)
+        if softcap is not None:
+            outputs.append(_softcapped_attention(q, k, v, mask, scaling, softcap))
+        else:
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+                )
+            )
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention of one sequence with soft-capped scores; no fused kernel offers the cap."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, float("-inf"))
+    return scores.float().softmax(dim=-1).to(q.dtype) @ v
+
+
+# No mask function is registered under this name, so transformers builds no (T, T) mask.
+AttentionInterface.register("packed", packed_attention)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        ValueError: there is none, or it names no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"--model={name}: no tokenizer found ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--model={name}: the tokenizer has no eos token, so no response can end")
+    return tokenizer
+
+
+def load_generation_config(name: str) -> GenerationConfig | None:
+    """The checkpoint's generation config, or None; only its stop tokens are used, see data.py."""
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:
+        return None
+
+
+def load_model(
+    name: str,
+    env: DistEnv,
+    *,
+    dtype: torch.dtype,
+    trainable: bool = True,
+    activation_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model and shard it over the ranks.  # collective: all ranks
+
+    Rank 0 reads the checkpoint into host memory and sends each parameter to the shards of the
+    others, so any checkpoint that transformers reads will do, and only one host holds it whole.
+    Parameters and gradient reductions are fp32 whatever the compute `dtype`: AdamW on bf16
+    parameters loses small updates (bf16 has 0.0078 between neighbours just above 1).
+
+    Args:
+        name: folder or hub name.
+        env: device and mesh.
+        dtype: compute dtype of forward and backward: float32 or bfloat16.
+        trainable: False for a reference model: no gradients, and parameters in `dtype`.
+        activation_checkpointing: recompute each layer in backward; less memory, same results.
+
+    Returns:
+        The model in eval mode (no dropout anywhere), with a `logprobs` method (logprobs.py).
+
+    Raises:
+        ValueError: no model is found under `name`, or it is not a plain dense text model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"--model={name}: no model found ({error})") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"--model={name}: model type {config.model_type!r} is not a causal LM")
+    if hasattr(config, "vision_config"):
+        raise ValueError(f"--model={name}: {config.model_type!r} takes images; text models only")
+    master_dtype = torch.float32 if trainable else dtype
+    config.dtype = master_dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=master_dtype, attn_implementation="packed"
+        )
+    if not trainable:
+        model.requires_grad_(False)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    shard = env.mesh["shard"] if env.mesh["replicate"].size() == 1 else env.mesh
+    options: dict[str, Any] = dict(
+        mesh=shard,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=torch.float32
+        ),
+        # With one shard there is nothing to free between forward and backward.
+        reshard_after_forward=env.mesh["shard"].size() > 1,
+    )
+    layer_classes = set(model._no_split_modules or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, **options)
+    # Embedding and head stay in the root's group: they may be one tied tensor.
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The scripts divide by global counts themselves, so FSDP sums and does not average.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    model.to_empty(device=env.device)
+    _load_from_rank0(model, name, env)
+    add_logprobs_method(model)
+    # No dropout, ever: it would make old and new log-probs differ by noise. Layers ask for
+    # `training` before they checkpoint activations; the flag alone switches no dropout on.
+    model.eval()
+    if activation_checkpointing:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+    return model
+
+
+def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv) -> None:
+    """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads."""
+    full: PreTrainedModel | None = None
+    failure: str | None = None
+    buffers: dict[str, Tensor] = {}
+    if env.rank == 0:
+        try:
+            full, report = AutoModelForCausalLM.from_pretrained(
+                name, dtype=model.dtype, output_loading_info=True
+            )
+            if report["missing_keys"]:  # transformers would go on with random values
+                failure = f"the checkpoint lacks {sorted(report['missing_keys'])[:3]}"
+            # Buffers that no checkpoint stores (rotary frequencies) are lost on the meta device.
+            buffers = {key: value.cpu() for key, value in full.named_buffers()}
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            failure = str(error)
+    # All ranks learn how it went before the first collective that needs the weights.
+    outcome: list[Any] = [failure, buffers]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    failure, buffers = outcome
+    if failure is not None:
+        raise ValueError(f"--model={name}: {failure}")
+    set_model_state_dict(
+        model,
+        full.state_dict() if full is not None else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True),
+    )
+    for key, value in buffers.items():
+        module_name, _, leaf = key.rpartition(".")
+        setattr(model.get_submodule(module_name), leaf, value.to(env.device))
+
+
+def export_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    path: Path,
+    source: str,
+    stop_token_ids: list[int],
+) -> None:
+    """Write a checkpoint that transformers and vLLM load as it is.  # collective: all ranks
+
+    It is written beside `path` and renamed, so a folder of that name is always whole.
+
+    Args:
+        model, tokenizer: what to write; the tokenizer brings its chat template.
+        tensors: every full tensor by HF name (`weight_sync.stream_full_tensors`).
+        path: folder to write; an older one is replaced.
+        source: the checkpoint the run started from, whose config is kept.
+        stop_token_ids: ids that end a response, for the generation config.
+    """
+    rank0 = dist.get_rank() == 0
+    # All ranks take part in gathering each tensor; only rank 0 keeps them, in host memory.
+    state: dict[str, Tensor] = {}
+    for key, value in tensors:
+        if rank0:
+            state[key] = value.cpu().clone()
+    failure: str | None = None
+    if rank0:
+        try:
+            _write_checkpoint(model, tokenizer, state, path, source, stop_token_ids)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            failure = f"{type(error).__name__}: {error}"
+    outcome = [failure]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[0] is not None:
+        raise RuntimeError(f"could not write {path}: {outcome[0]}")
+
+
+def _write_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Tensor],
+    path: Path,
+    source: str,
+    stop_token_ids: list[int],
+) -> None:
+    partial, replaced = (path.with_name(path.name + end) for end in (".partial", ".replaced"))
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    dtype = next(iter(state.values())).dtype
+    model.save_pretrained(partial, state_dict=state)
+    tokenizer.save_pretrained(partial)
+    # The model's own config describes the fp32 masters; the user's describes the checkpoint.
+    config = AutoConfig.from_pretrained(source)
+    config.architectures = model.config.architectures
+    config.dtype = dtype
+    config.save_pretrained(partial)
+    # Sampling fields of published generation configs are often inconsistent, and saving such a
+    # one raises after days of training. Only what ends or pads a response is kept.
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=stop_token_ids,
+    ).save_pretrained(partial)
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)

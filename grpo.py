@@ -1,0 +1,996 @@
+"""GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv:2402.03300, eq. 3) with the
+token-level loss and the higher upper clip of DAPO (arXiv:2503.14476, eq. 8) and truncated
+importance sampling between the rollout engine and the trainer (Yao et al. 2025).
+
+Deviations from the papers:
+[D1] loss tokens are averaged over the whole minibatch (DAPO), not per response (DeepSeekMath).
+[D2] no KL penalty by default; --kl_coef and --kl_estimator bring it back.
+[D3] each token's loss is multiplied by min(pi_old / pi_engine, --tis_cap), without gradient: the
+     engine that samples and the trainer that differentiates round differently.
+[D4] the split into minibatches is drawn once per step and kept over --update_epochs.
+
+Launch:
+    python grpo.py --model M --dataset D.jsonl --rewards math --output_dir runs/a --num_steps 100
+    torchrun --standalone --nproc-per-node 8 grpo.py ...same flags...
+Expected result: `bash scripts/demo.sh` (0.43M parameters, digit sorting, two CPU cores).
+
+S sequences of a step, T packed tokens of a row, P prompts per step, G samples per prompt.
+"""
+
+import common  # noqa: F401  isort: skip  (first: sets the environment for torch and vLLM)
+
+import math
+import os
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from common.data import PromptRow, load_prompts, stop_token_ids
+from common.dist import all_gather_objects, print0, setup, shutdown
+from common.engine import Engine, build_engine
+from common.model import export_hf, load_generation_config, load_model, load_tokenizer
+from common.packing import PackedRow, pack, plan_microbatches
+from common.rewards import RewardScorer, validate_golds
+from common.tracking import Tracker, prepare_output_dir
+from common.weight_sync import WeightSync, stream_full_tensors
+
+
+@tyro.conf.configure(tyro.conf.FlagConversionOff)
+@dataclass
+class Args:
+    """Improve a language model by reinforcement learning with group-relative advantages."""
+
+    # -- shared: run and model args --
+    model: str
+    """folder or hub name of the model to start from"""
+    output_dir: str
+    """folder for args.json, metrics.jsonl, samples and the final checkpoint"""
+    overwrite: bool = False
+    """write over the run that output_dir already holds"""
+    num_steps: int = 100
+    """training steps"""
+    seed: int = 0
+    """decides data order and sampling; the same command gives the same numbers on the CPU"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """compute dtype; auto: bfloat16 on GPU, float32 on CPU. Parameters and optimizer are float32"""
+    activation_checkpointing: bool = False
+    """recompute layers in the backward pass: less memory, same results, about a third slower"""
+    replicas: int = 1
+    """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
+    timeout_s: float = 1800.0
+    """seconds until a collective that some rank never reaches fails; longer than a slow rollout"""
+    # -- end shared --
+
+    # data
+    dataset: tuple[str, ...] = ()
+    """files, folders or hub names with `prompt` (or `question`+`answer`) rows"""
+    system_prompt: str | None = None
+    """put before every prompt that brings no system message of its own"""
+    prompt_format: Literal["auto", "chat", "text"] = "auto"
+    """chat: through the chat template; text: as it is; auto: chat where there is a template"""
+    max_prompt_tokens: int = 512
+    """longer prompts are dropped and counted"""
+    max_response_tokens: int = 512
+    """sampling stops here; such responses count as truncated"""
+
+    # rewards
+    rewards: tuple[str, ...] = ()
+    """math, exact, or path/to/file.py:function; several are added up"""
+    reward_weights: tuple[float, ...] | None = None
+    """one factor per reward; all 1 by default"""
+    reward_timeout_s: float = 30.0
+    """seconds for one sample; then it counts as unscored and the worker is restarted"""
+    reward_workers: int = 1
+    """worker processes per rank"""
+    max_reward_failures: float = 0.5
+    """stop when a larger share of a step's samples raised or timed out (unscored None is fine)"""
+
+    # engine
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """transformers: slower, for machines that vLLM does not support"""
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: the trainer's compute dtype"""
+    engine_tensor_parallel: int = 1
+    """GPU only: neighbouring ranks that share one engine; must divide the ranks"""
+    engine_max_sequences: int = 256
+    """sequences an engine decodes at once (per rank)"""
+    engine_gpu_memory: float = 0.4
+    """share of GPU memory for the engine's weights and KV cache (per rank)"""
+    engine_kv_cache_gb: float = 0.5
+    """CPU only: KV cache in GiB (per rank); sequences that do not fit wait"""
+    sync_bucket_mb: int = 256
+    """MiB of weights gathered at a time when the engine is updated (per rank)"""
+
+    # optimization
+    prompts_per_step: int = 32
+    """P, global"""
+    samples_per_prompt: int = 8
+    """G in DeepSeekMath eq. 3; advantages are centred within this group"""
+    num_minibatches: int = 1
+    """optimizer steps per pass over the rollouts; must divide prompts_per_step"""
+    update_epochs: int = 1
+    """passes over the rollouts of a step"""
+    max_tokens_per_microbatch: int = 16_384
+    """packed tokens per forward (per rank); lower on OOM, results do not change"""
+    packing: bool = True
+    """False: one sequence per forward; slower, same results"""
+    learning_rate: float = 1e-6
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """linear and cosine end at 0"""
+    warmup_steps: int = 0
+    """optimizer steps of linear warm-up"""
+    # -- shared: optimizer args --
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay"""
+    adam_beta1: float = 0.9
+    """decay of the gradient mean"""
+    adam_beta2: float = 0.95
+    """decay of the squared gradient mean"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm"""
+    # -- end shared --
+
+    # algorithm
+    temperature: float = 1.0
+    """divides the logits for sampling and for all log-probs of the loss alike"""
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    """divide centred scores by the std of their group (GRPO), of the step, or not (Dr. GRPO)"""
+    clip_low: float = 0.2
+    """ratios below 1 - clip_low get no gradient that lowers them further"""
+    clip_high: float = 0.28
+    """ratios above 1 + clip_high get no gradient that raises them further (DAPO clip-higher)"""
+    tis_cap: float | None = 2.0
+    """cap of the engine-trainer importance weight [D3]; None: no correction"""
+    kl_coef: float = 0.0
+    """weight of the KL to the starting model; above 0 a frozen copy is kept"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k2, k3: in the loss, with gradient; k1: subtracted from the score, without"""
+    truncated_responses: Literal["grade", "zero", "mask"] = "grade"
+    """cut-off responses: graded as they are, scored 0, or graded but kept out of the loss"""
+
+    # evaluation
+    eval_dataset: tuple[str, ...] = ()
+    """held-out rows, scored by the same rewards"""
+    eval_every_steps: int = 10
+    """also before the first and after the last step"""
+    eval_max_prompts: int | None = None
+    """use only the first so many rows"""
+    eval_samples_per_prompt: int = 1
+    """n of the unbiased pass@k; k runs over the powers of two up to n"""
+    eval_temperature: float = 0.0
+    """0 is greedy"""
+    eval_top_p: float = 1.0
+    """nucleus sampling for evaluation only"""
+    eval_success_score: float = 1.0
+    """a response whose score reaches this counts as right"""
+
+    # -- shared: tracking args --
+    wandb_project: str | None = None
+    """log to this wandb project"""
+    wandb_name: str | None = None
+    """name of the wandb run"""
+    # -- end shared --
+
+    @property
+    def sequences_per_step(self) -> int:
+        """S = P * G"""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """longest prompt plus longest response"""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def optimizer_steps(self) -> int:
+        """planned optimizer steps of the run, the clock of the learning rate"""
+        return self.num_steps * self.num_minibatches * self.update_epochs
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """optimizer steps of linear warm-up"""
+        return self.warmup_steps
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work before anything expensive starts."""
+        for name in (
+            *("num_steps", "max_prompt_tokens", "max_response_tokens", "prompts_per_step"),
+            *("num_minibatches", "update_epochs", "replicas", "reward_workers", "timeout_s"),
+            *("engine_tensor_parallel", "engine_max_sequences", "eval_every_steps"),
+            *("eval_samples_per_prompt", "temperature", "max_grad_norm", "reward_timeout_s"),
+            *("engine_kv_cache_gb", "sync_bucket_mb"),
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name}={getattr(self, name)} must be positive")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "kl_coef", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name}={getattr(self, name)} must not be negative")
+        for name in ("dataset", "rewards"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is required")
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"--samples_per_prompt={self.samples_per_prompt}: a group baseline needs 2 or more"
+            )
+        if self.prompts_per_step % self.num_minibatches:
+            raise ValueError(
+                f"--num_minibatches={self.num_minibatches} must divide "
+                f"--prompts_per_step={self.prompts_per_step}"
+            )
+        if self.max_tokens_per_microbatch < self.max_sequence_tokens:
+            raise ValueError(
+                f"--max_tokens_per_microbatch={self.max_tokens_per_microbatch} must hold one whole "
+                f"sequence: --max_prompt_tokens={self.max_prompt_tokens} plus "
+                f"--max_response_tokens={self.max_response_tokens}"
+            )
+        if not (0 <= self.clip_low < 1 and self.clip_high >= 0):
+            raise ValueError(
+                f"--clip_low={self.clip_low} --clip_high={self.clip_high}: no interval"
+            )
+        if self.tis_cap is not None and self.tis_cap < 1:
+            raise ValueError(f"--tis_cap={self.tis_cap} must be at least 1, or None")
+        if self.eval_samples_per_prompt > 1 and self.eval_temperature == 0:
+            raise ValueError(
+                f"--eval_samples_per_prompt={self.eval_samples_per_prompt} greedy samples would be "
+                "the same; set --eval_temperature"
+            )
+        if int(os.environ.get("WORLD_SIZE", 1)) % self.engine_tensor_parallel:
+            raise ValueError(
+                f"--engine_tensor_parallel={self.engine_tensor_parallel} must divide the "
+                f"{os.environ['WORLD_SIZE']} ranks"
+            )
+
+
+# ---- algorithm: pure functions, tested against slow float64 loops ----
+
+
+def group_advantages(
+    scores: Tensor, samples_per_prompt: int, *, scale: str, eps: float = 1e-4
+) -> Tensor:
+    """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+
+    A = (score - mean of its group) / (std + eps), with the sample std (ddof=1). A std below 1e-6
+    of the group's largest absolute score is rounding noise: all its advantages are 0.
+
+    Args:
+        scores: (S,) one per response, groups contiguous; NaN where there is no score.
+        samples_per_prompt: G.
+        scale: std of the "group", std of all scores of the step ("batch"), or "none".
+
+    Returns:
+        (S,) f32; 0 for unscored responses and for groups with fewer than two scores.
+    """
+    groups = scores.double().view(-1, samples_per_prompt)  # (P, G)
+    scored = groups.isfinite()
+    clean = torch.where(scored, groups, 0.0)
+    count = scored.sum(dim=1, keepdim=True)
+    centred = torch.where(
+        scored & (count >= 2), clean - clean.sum(1, keepdim=True) / count.clamp(min=1), 0.0
+    )
+    std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()  # (P, 1)
+    centred = torch.where(std > 1e-6 * clean.abs().amax(1, keepdim=True), centred, 0.0)
+    if scale == "group":
+        centred = centred / (std + eps)
+    elif scale == "batch" and scored.sum() >= 2:
+        centred = centred / (groups[scored].std() + eps)
+    return centred.flatten().float()
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate per token (PPO, arXiv:1707.06347, eq. 7; asymmetric clip: DAPO eq. 8).
+
+    Args:
+        logprobs, old_logprobs, advantages: (T,) f32; gradients flow into `logprobs` only.
+        clip_low, clip_high: the ratio may move inside [1 - clip_low, 1 + clip_high].
+
+    Returns:
+        loss, ratio: (T,) f32 each; the caller masks and averages.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.min(ratio * advantages, clipped * advantages), ratio
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimators of KL(pi || ref) on samples of pi (Schulman 2020, "Approximating KL").
+
+    With r = log pi - log ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r, all (T,) f32. As a loss,
+    on policy, k2 has the gradient of KL(pi || ref), k3 that of KL(ref || pi), and k1 has none in
+    expectation, which is why k1 belongs in the score.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Unbiased chance that one of k samples is right (Codex, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+# -- shared: schedule --
+def lr_factor(step: int, *, total_steps: int, warmup_steps: int, schedule: str) -> float:
+    """Learning rate of optimizer step `step` (from 0), as a share of the peak."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if schedule == "linear":
+        return max(0.0, 1.0 - progress)
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return 1.0
+
+
+# -- end shared --
+
+
+# ---- data and rollouts: what forks change first ----
+
+TRAIN_STREAM, EVAL_STREAM, TEST_STREAM = range(3)
+"""purposes of sampling; each has random streams of its own"""
+
+
+# -- shared: data order --
+def batch_indices(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
+    """Rows of step `step` (from 1): a new permutation every epoch, no row lost between epochs."""
+    order: dict[int, np.ndarray] = {}
+    indices: list[int] = []
+    for position in range((step - 1) * rows_per_step, step * rows_per_step):
+        epoch, offset = divmod(position, num_rows)
+        if epoch not in order:
+            order[epoch] = np.random.default_rng((seed, epoch)).permutation(num_rows)
+        indices.append(int(order[epoch][offset]))
+    return indices
+
+
+# -- end shared --
+
+
+def request_seed(*stream: int) -> int:
+    """Seed of one sampling request, from (run seed, purpose, step, prompt, sample)."""
+    return int(np.random.SeedSequence(stream).generate_state(1, np.uint32)[0])
+
+
+@dataclass
+class Rollouts:
+    """All samples of a step, the same on every rank, ordered by prompt, then by sample."""
+
+    prompt_ids: list[list[int]]  # S lists
+    response_ids: list[list[int]]  # S lists, stop token included
+    rollout_logprobs: list[list[float]]  # S lists, from the engine at sampling time
+    truncated: Tensor  # (S,) bool
+    scores: Tensor  # (S,) f64, NaN where there is none
+    components: dict[str, Tensor]  # the single rewards, (S,) f64 each
+    responses: list[str]
+    exceptions: int
+    timeouts: int
+    rollout_s: float
+    reward_s: float
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """(S,) i32 sampled tokens"""
+        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int32)
+
+
+def rollout(
+    rows: list[PromptRow],
+    engine: Engine,
+    scorer: RewardScorer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stream: tuple[int, ...],
+    tensor_parallel: int,
+    samples_per_prompt: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    stop_ids: list[int],
+    max_failures: float,
+    on_progress: Callable[[int, int], None],
+) -> Rollouts:
+    """Sample and score `samples_per_prompt` responses to every row.  # collective: all ranks
+
+    The ranks of one tensor-parallel engine get the same requests; engines share the prompts out.
+    A request's seed depends on its place in the step alone, so samples do not depend on the ranks.
+    """
+    num_engines = dist.get_world_size() // tensor_parallel
+    mine = [
+        (prompt, sample)
+        for prompt in range(dist.get_rank() // tensor_parallel, len(rows), num_engines)
+        for sample in range(samples_per_prompt)
+    ]
+    start = time.perf_counter()
+    completions = engine.generate(
+        [rows[prompt].prompt_ids for prompt, _ in mine],
+        [request_seed(*stream, prompt, sample) for prompt, sample in mine],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stop_token_ids=stop_ids,
+        on_progress=lambda done: on_progress(done, len(mine)),
+    )
+    rollout_s = time.perf_counter() - start
+
+    start = time.perf_counter()
+    local = None
+    if dist.get_rank() % tensor_parallel == 0:  # the others hold the same completions
+        texts = [tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in completions]
+        batch = scorer.score(
+            [rows[prompt].prompt for prompt, _ in mine],
+            texts,
+            [rows[prompt].columns for prompt, _ in mine],
+        )
+        local = (mine, completions, texts, batch)
+    reward_s = time.perf_counter() - start
+
+    # Every rank gets every sample: advantages, minibatches and token counts are then plain
+    # local arithmetic, identical on all ranks. 8 bytes a token, once per step.
+    place = {}
+    exceptions = timeouts = 0
+    first_traceback = None
+    for part in all_gather_objects(local):
+        if part is None:
+            continue
+        keys, part_completions, part_texts, batch = part
+        exceptions, timeouts = exceptions + batch.exceptions, timeouts + batch.timeouts
+        first_traceback = first_traceback or batch.first_traceback
+        for i, key in enumerate(keys):
+            components = {name: values[i] for name, values in batch.components.items()}
+            place[key] = (part_completions[i], part_texts[i], batch.scores[i], components)
+    ordered = [place[key] for key in sorted(place)]
+    if exceptions + timeouts > max_failures * len(ordered):
+        raise RuntimeError(
+            f"{exceptions} reward calls raised and {timeouts} timed out for {len(ordered)} "
+            f"samples, more than --max_reward_failures={max_failures} allows. "
+            f"The first:\n{first_traceback or 'a time-out (--reward_timeout_s)'}"
+        )
+
+    def as_tensor(values: list[float | None]) -> Tensor:
+        return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+
+    sampled_rows = [row for row in rows for _ in range(samples_per_prompt)]
+    return Rollouts(
+        prompt_ids=[row.prompt_ids for row in sampled_rows],
+        response_ids=[item[0].response_ids for item in ordered],
+        rollout_logprobs=[item[0].rollout_logprobs for item in ordered],
+        truncated=torch.tensor([item[0].truncated for item in ordered]),
+        scores=as_tensor([item[2] for item in ordered]),
+        components={name: as_tensor([item[3][name] for item in ordered]) for name in ordered[0][3]},
+        responses=[item[1] for item in ordered],
+        exceptions=exceptions,
+        timeouts=timeouts,
+        rollout_s=rollout_s,
+        reward_s=reward_s,
+    )
+
+
+@dataclass
+class Microbatch:
+    """One forward and backward; every tensor (T,), aligned to actions."""
+
+    row: PackedRow
+    rollout_logprobs: Tensor  # f32
+    old_logprobs: Tensor | None = None  # f32; None: first update, where they equal the current ones
+    ref_logprobs: Tensor | None = None  # f32
+    advantages: Tensor | None = None  # f32
+    loss_mask: Tensor | None = None  # bool
+
+
+MAX_GAP_FP32 = 1e-3
+"""self-test, everything in float32: largest |log-prob difference|; a healthy run has 1e-5"""
+MEAN_GAP_BF16 = 0.05
+"""self-test, bfloat16 on either side: mean |log-prob difference|; a healthy run has about 0.01"""
+
+
+# -- shared: memory --
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of this rank in GiB: allocated GPU memory, or resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# -- end shared --
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str, device: torch.device) -> Iterator[None]:
+    """Add the seconds of the block to `times[name]`; waits for the GPU at its end."""
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times[name] += time.perf_counter() - start
+
+
+def main(args: Args) -> None:
+    # ---- [1] setup ----
+    # -- shared: setup --
+    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite)
+    env = setup(timeout_s=args.timeout_s, replicas=args.replicas)
+    torch.manual_seed(args.seed)
+    if args.dtype == "auto":
+        dtype = torch.bfloat16 if env.device.type == "cuda" else torch.float32
+    else:
+        dtype = getattr(torch, args.dtype)
+    tokenizer = load_tokenizer(args.model)
+    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
+    # -- end shared --
+    scorer = RewardScorer(
+        list(args.rewards),
+        list(args.reward_weights) if args.reward_weights is not None else None,
+        timeout_s=args.reward_timeout_s,
+        num_workers=args.reward_workers,
+    )
+
+    # ---- [2] data ----
+    rows, dropped = load_prompts(
+        list(args.dataset),
+        tokenizer,
+        max_prompt_tokens=args.max_prompt_tokens,
+        system_prompt=args.system_prompt,
+        prompt_format=args.prompt_format,
+    )
+    rows, unverifiable = validate_golds(args.rewards, rows)
+    print0(f"dataset: {len(rows)} prompts, dropped {dropped | unverifiable or 'none'}")
+    print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
+    eval_rows: list[PromptRow] = []
+    if args.eval_dataset:
+        eval_rows, dropped = load_prompts(
+            list(args.eval_dataset),
+            tokenizer,
+            max_prompt_tokens=args.max_prompt_tokens,
+            system_prompt=args.system_prompt,
+            prompt_format=args.prompt_format,
+            flag="--eval_dataset",
+        )
+        eval_rows, unverifiable = validate_golds(args.rewards, eval_rows)
+        eval_rows = eval_rows[: args.eval_max_prompts]
+        print0(f"eval: {len(eval_rows)} prompts, dropped {dropped | unverifiable or 'none'}")
+
+    # ---- [3] models and optimizer ----
+    # -- shared: model and optimizer --
+    model = load_model(
+        args.model,
+        env,
+        dtype=dtype,
+        activation_checkpointing=args.activation_checkpointing,
+    )
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and args.max_sequence_tokens > context:
+        raise ValueError(
+            f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
+            f"--model={args.model}, {context} tokens"
+        )
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: lr_factor(
+            step,
+            total_steps=args.optimizer_steps,
+            warmup_steps=args.num_warmup_steps,
+            schedule=args.lr_schedule,
+        ),
+    )
+    # -- end shared --
+    ref_model = None
+    k1_in_score = args.kl_coef > 0 and args.kl_estimator == "k1"
+    if args.kl_coef > 0:
+        ref_model = load_model(args.model, env, dtype=dtype, trainable=False)
+
+    # ---- [4] inference engine ----
+    engine_dtype = str(dtype).removeprefix("torch.")
+    if args.engine_dtype != "auto":
+        engine_dtype = args.engine_dtype
+    engine = build_engine(
+        args.model,
+        backend=args.engine,
+        dtype=engine_dtype,
+        max_model_len=args.max_sequence_tokens,
+        max_num_seqs=args.engine_max_sequences,
+        tensor_parallel=args.engine_tensor_parallel,
+        seed=args.seed,
+        kv_cache_bytes=int(args.engine_kv_cache_gb * 2**30),
+        gpu_memory_utilization=args.engine_gpu_memory,
+        device=env.device,
+    )
+    weight_sync = WeightSync(model, engine, bucket_bytes=args.sync_bucket_mb * 2**20)
+
+    @torch.no_grad()
+    def token_logprobs(policy, microbatches: list[Microbatch]) -> list[Tensor]:
+        """(T,) log-probs of each packed row, by the same code as in the update."""
+        return [
+            policy.logprobs(microbatch.row, temperature=args.temperature)[0]
+            for microbatch in microbatches
+        ]
+
+    def pack_microbatches(samples: Rollouts, sequence_ids: list[int]) -> list[Microbatch]:
+        """This rank's share of the given sequences, packed; the same count on every rank."""
+        ids = [samples.prompt_ids[s] + samples.response_ids[s] for s in sequence_ids]
+        masks = [
+            [False] * len(samples.prompt_ids[s]) + [True] * len(samples.response_ids[s])
+            for s in sequence_ids
+        ]
+        plan = plan_microbatches(
+            [len(sequence) for sequence in ids],
+            world_size=env.world_size,
+            max_tokens=args.max_tokens_per_microbatch,
+            packing=args.packing,
+        )
+        microbatches = []
+        for members in plan[env.rank]:
+            row = pack(
+                [sequence_ids[m] for m in members],
+                [ids[m] for m in members],
+                [masks[m] for m in members],
+            )
+            rollout_logprobs = row.lay_out([samples.rollout_logprobs[s] for s in row.sequence_ids])
+            microbatches.append(Microbatch(row.to(env.device), rollout_logprobs.to(env.device)))
+        return microbatches
+
+    def sample(prompt_rows: list[PromptRow], stream: tuple[int, ...], what: str, **how) -> Rollouts:
+        """`rollout` with this run's settings."""
+        return rollout(
+            prompt_rows,
+            engine,
+            scorer,
+            tokenizer,
+            stream=(args.seed, *stream),
+            tensor_parallel=args.engine_tensor_parallel,
+            max_tokens=args.max_response_tokens,
+            stop_ids=stop_ids,
+            max_failures=args.max_reward_failures,
+            on_progress=lambda done, total: tracker.phase(what, done, total),
+            **how,
+        )
+
+    def sync_engine() -> None:
+        """Trainer's weights -> engine; order matters where the engine sleeps (GPU)."""
+        engine.wake_weights()
+        weight_sync.sync()
+        engine.wake_kv_cache()
+
+    def evaluate() -> dict[str, float]:
+        """Score samples of the held-out prompts; the same random streams every time."""
+        start = time.perf_counter()
+        n = args.eval_samples_per_prompt
+        samples = sample(
+            eval_rows,
+            (EVAL_STREAM,),
+            "eval",
+            samples_per_prompt=n,
+            temperature=args.eval_temperature,
+            top_p=args.eval_top_p,
+        )
+        right = (samples.scores >= args.eval_success_score).view(-1, n)  # (P, n); NaN is not right
+        metrics = {
+            "eval/reward": samples.scores.nanmean().item(),
+            "eval/accuracy": right.double().mean().item(),
+            "eval/response_tokens": samples.response_lengths.double().mean().item(),
+            "eval/truncated": samples.truncated.double().mean().item(),
+            "time/eval_s": time.perf_counter() - start,
+        }
+        for k in [2**i for i in range(1, n.bit_length()) if 2**i <= n]:
+            chances = [pass_at_k(n, int(count), k) for count in right.sum(1)]
+            metrics[f"eval/pass_at_{k}"] = sum(chances) / len(chances)
+        return metrics
+
+    tracker = Tracker(
+        output_dir,
+        asdict(args) | {"world_size": env.world_size, "resolved_dtype": str(dtype)},
+        enabled=env.rank == 0,
+        total_steps=args.num_steps,
+        columns={
+            "reward": "rollout/reward",
+            "eval": "eval/accuracy",
+            "tokens": "rollout/response_tokens",
+            "entropy": "policy/entropy",
+            "gap": "rollout/logprob_gap_max",
+            "clip": "policy/clip_fraction",
+            "grad": "optim/grad_norm",
+            "s": "time/step_s",
+            "tok/s": "time/tokens_per_s",
+        },
+        wandb_project=args.wandb_project,
+        wandb_name=args.wandb_name,
+        source=__file__,
+    )
+
+    # Self-test: the engine's log-probs of its own samples and the trainer's must agree, or weights
+    # did not arrive, temperature is on one side only, or packed rows leak into each other.
+    tracker.phase("self-test")
+    sync_engine()
+    num_tests = max(8, env.world_size)
+    samples = sample(
+        [rows[i % len(rows)] for i in range(num_tests)],
+        (TEST_STREAM,),
+        "self-test",
+        samples_per_prompt=1,
+        temperature=args.temperature,
+        top_p=1.0,
+    )
+    microbatches = pack_microbatches(samples, list(range(num_tests)))
+    gaps = torch.cat(
+        [
+            (logprobs - m.rollout_logprobs)[m.row.response_mask].abs()
+            for m, logprobs in zip(microbatches, token_logprobs(model, microbatches), strict=True)
+        ]
+    )
+    gaps = torch.cat([torch.from_numpy(g) for g in all_gather_objects(gaps.cpu().numpy())])
+    exact = dtype == torch.float32 and engine.dtype == torch.float32
+    gap, limit = (gaps.max(), MAX_GAP_FP32) if exact else (gaps.mean(), MEAN_GAP_BF16)
+    print0(
+        f"self-test: engine and trainer log-probs of {len(gaps)} sampled tokens differ by "
+        f"{gaps.mean():.1e} on average, {gaps.max():.1e} at most"
+    )
+    if not gap <= limit:
+        raise RuntimeError(
+            f"self-test failed: {'largest' if exact else 'mean'} log-prob gap {gap:.3g} > {limit}. "
+            "Check that the engine serves the same architecture (rope scaling, sliding window, "
+            f"soft-capping), that --temperature={args.temperature} reaches both sides, and try "
+            "--engine transformers, --packing False and --dtype float32 to find the side at fault."
+        )
+    if eval_rows:
+        tracker.log(0, evaluate())
+
+    # ---- [5] train loop ----
+    for step in range(1, args.num_steps + 1):
+        times: dict[str, float] = defaultdict(float)
+        step_start = time.perf_counter()
+
+        # (a) rollout: token ids in; token ids and the log-probs they were sampled with out
+        indices = batch_indices(
+            step, num_rows=len(rows), rows_per_step=args.prompts_per_step, seed=args.seed
+        )
+        samples = sample(
+            [rows[i] for i in indices],
+            (TRAIN_STREAM, step),
+            "rollout",
+            samples_per_prompt=args.samples_per_prompt,
+            temperature=args.temperature,
+            top_p=1.0,  # anything else would sample from another policy than the loss assumes
+        )
+        engine.sleep()
+
+        # (b) rewards: scored in `rollout`; here only what this run makes of them
+        scores = samples.scores.clone()  # (S,) f64
+        in_loss = scores.isfinite()  # (S,) bool: unscored responses have no advantage
+        if args.truncated_responses == "zero":
+            scores[samples.truncated & in_loss] = 0.0
+        elif args.truncated_responses == "mask":
+            in_loss &= ~samples.truncated
+
+        # (c) log-probs of the old policy and the reference, by the code path of the update
+        generator = np.random.default_rng((args.seed, step))
+        order = (
+            generator.permutation(args.prompts_per_step)
+            if args.num_minibatches > 1
+            else np.arange(args.prompts_per_step)
+        )
+        minibatches: list[tuple[list[Microbatch], int]] = []
+        for prompts in np.split(order, args.num_minibatches):
+            sequence_ids = [
+                int(p) * args.samples_per_prompt + g
+                for p in prompts
+                for g in range(args.samples_per_prompt)
+            ]
+            # Counted once, before the first backward, over all ranks and microbatches.
+            num_loss_tokens = sum(len(samples.response_ids[s]) for s in sequence_ids if in_loss[s])
+            minibatches.append((pack_microbatches(samples, sequence_ids), num_loss_tokens))
+        all_microbatches = [m for microbatches, _ in minibatches for m in microbatches]
+        with timed(times, "time/logprobs_s", env.device):
+            # A single update starts from the policy itself: its own log-probs are the old ones.
+            if args.num_minibatches * args.update_epochs > 1 or k1_in_score:
+                for m, value in zip(
+                    all_microbatches, token_logprobs(model, all_microbatches), strict=True
+                ):
+                    m.old_logprobs = value
+            if ref_model is not None:
+                for m, value in zip(
+                    all_microbatches, token_logprobs(ref_model, all_microbatches), strict=True
+                ):
+                    m.ref_logprobs = value
+
+        # (d) advantages
+        if k1_in_score:
+            kl_sums = torch.zeros(args.sequences_per_step, dtype=torch.float64)  # (S,)
+            for m in all_microbatches:
+                kl = kl_estimate(m.old_logprobs, m.ref_logprobs, "k1")
+                for s, part in zip(m.row.sequence_ids, kl.split(m.row.seqlens), strict=True):
+                    kl_sums[s] = part.double().sum()
+            dist.all_reduce(kl_sums)  # collective: all ranks; each holds its own sequences
+            scores -= args.kl_coef * kl_sums
+        advantages = group_advantages(
+            scores, args.samples_per_prompt, scale=args.advantage_scale
+        )  # (S,) f32
+        for m in all_microbatches:
+            m.advantages = m.row.expand(advantages)
+            m.loss_mask = m.row.response_mask & m.row.expand(in_loss.float()).bool()
+
+        # (e) update: one optimizer step per minibatch
+        sums: dict[str, Tensor] = defaultdict(
+            lambda: torch.zeros((), dtype=torch.float64, device=env.device)
+        )
+        gap_max = torch.zeros((), device=env.device)
+        grad_norms: list[float] = []
+        with timed(times, "time/update_s", env.device):
+            for epoch in range(args.update_epochs):
+                for microbatches, num_loss_tokens in minibatches:
+                    for m in microbatches:
+                        logprobs, entropy = model.logprobs(m.row, temperature=args.temperature)
+                        mask = m.loss_mask
+                        old_logprobs = m.old_logprobs
+                        if old_logprobs is None:
+                            old_logprobs = logprobs.detach()
+                        token_loss, ratio = policy_loss(
+                            logprobs,
+                            old_logprobs,
+                            m.advantages,
+                            clip_low=args.clip_low,
+                            clip_high=args.clip_high,
+                        )  # (T,) f32
+                        gap = old_logprobs - m.rollout_logprobs
+                        if args.tis_cap is not None:  # [D3]
+                            token_loss = token_loss * gap.exp().clamp(max=args.tis_cap)
+                        if m.ref_logprobs is not None and args.kl_estimator != "k1":
+                            token_loss = token_loss + args.kl_coef * kl_estimate(
+                                logprobs, m.ref_logprobs, args.kl_estimator
+                            )
+                        # [D1] FSDP sums gradients over ranks, so this is the global mean.
+                        loss = torch.where(mask, token_loss, 0.0).sum() / max(1, num_loss_tokens)
+                        loss.backward()
+
+                        with torch.no_grad():
+                            tokens = {
+                                "entropy": entropy,
+                                "clip_low": (ratio < 1 - args.clip_low) & (m.advantages < 0),
+                                "clip_high": (ratio > 1 + args.clip_high) & (m.advantages > 0),
+                                "kl_old": kl_estimate(old_logprobs, logprobs, "k3"),
+                            }
+                            if m.ref_logprobs is not None:
+                                tokens["kl_ref"] = kl_estimate(logprobs, m.ref_logprobs, "k3")
+                            if epoch == 0:
+                                tokens["gap"] = gap.abs()
+                                tokens["gap_k3"] = kl_estimate(
+                                    m.rollout_logprobs, old_logprobs, "k3"
+                                )
+                                tokens["tis_capped"] = gap.exp() > (args.tis_cap or math.inf)
+                                gap_max = torch.maximum(
+                                    gap_max, torch.where(mask, gap.abs(), 0.0).max()
+                                )
+                            for name, value in tokens.items():
+                                sums[name] += torch.where(mask, value.double(), 0.0).sum()
+                            sums["loss"] += loss.detach()
+                    grad_norm = torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), args.max_grad_norm
+                    )
+                    grad_norm = grad_norm.full_tensor().item()  # collective: all ranks
+                    if not math.isfinite(grad_norm):
+                        raise RuntimeError(
+                            f"step {step}: gradient norm is {grad_norm}; no update was made"
+                        )
+                    if num_loss_tokens > 0:  # else Adam would move on its momentum alone
+                        optimizer.step()
+                    learning_rate = scheduler.get_last_lr()[0]
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    grad_norms.append(grad_norm)
+
+        # (f) weight sync: FSDP2 shards -> engine, proven complete
+        with timed(times, "time/sync_s", env.device):
+            sync_engine()
+        step_s = time.perf_counter() - step_start
+
+        # (g) log: everything reduced over ranks once
+        names = sorted(sums)
+        totals = torch.stack([sums[name] for name in names]).cpu()
+        dist.all_reduce(totals)  # collective: all ranks
+        worst = gap_max.cpu()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        total = dict(zip(names, totals.tolist(), strict=True))
+        loss_tokens = max(1, sum(n for _, n in minibatches))
+        visits = loss_tokens * args.update_epochs
+        groups = samples.scores.view(-1, args.samples_per_prompt)
+        lengths = samples.response_lengths
+        num_tokens = int(lengths.sum())
+        metrics = {
+            "rollout/reward": samples.scores.nanmean().item(),
+            "rollout/reward_std": samples.scores[samples.scores.isfinite()].std().item(),
+            "rollout/unscored": samples.scores.isnan().double().mean().item(),
+            "rollout/reward_exceptions": samples.exceptions,
+            "rollout/reward_timeouts": samples.timeouts,
+            "rollout/flat_groups": (advantages.view_as(groups) == 0).all(1).double().mean().item(),
+            "rollout/response_tokens": lengths.double().mean().item(),
+            "rollout/response_tokens_max": lengths.max().item(),
+            "rollout/truncated": samples.truncated.double().mean().item(),
+            "rollout/logprob_gap_mean": total["gap"] / loss_tokens,
+            "rollout/logprob_gap_max": worst.item(),
+            "rollout/logprob_gap_kl": total["gap_k3"] / loss_tokens,
+            "policy/loss": total["loss"] / len(grad_norms),
+            "policy/loss_tokens": loss_tokens / args.num_minibatches,
+            "policy/entropy": total["entropy"] / visits,
+            "policy/clip_fraction": (total["clip_low"] + total["clip_high"]) / visits,
+            "policy/clip_fraction_low": total["clip_low"] / visits,
+            "policy/clip_fraction_high": total["clip_high"] / visits,
+            "policy/kl_old": total["kl_old"] / visits,
+            "policy/tis_capped": total["tis_capped"] / loss_tokens,
+            "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+            "optim/learning_rate": learning_rate,
+            "time/rollout_s": samples.rollout_s,
+            "time/rewards_s": samples.reward_s,
+            "time/step_s": step_s,
+            "time/tokens_per_s": num_tokens / step_s,
+            "memory/peak_gb": peak_memory_gb(env.device),
+            **times,
+        }
+        if "kl_ref" in total:
+            metrics["policy/kl_ref"] = total["kl_ref"] / visits
+        for name, values in samples.components.items():
+            metrics[f"rollout/reward/{name}"] = values.nanmean().item()
+        tracker.dump_samples(
+            f"step_{step}",
+            (
+                {
+                    "prompt": rows[indices[s // args.samples_per_prompt]].prompt,
+                    "response": samples.responses[s],
+                    "score": samples.scores[s].item(),
+                    "advantage": advantages[s].item(),
+                    "truncated": bool(samples.truncated[s]),
+                    "prompt_ids": samples.prompt_ids[s],
+                    "response_ids": samples.response_ids[s],
+                    "rollout_logprobs": samples.rollout_logprobs[s],
+                }
+                for s in range(args.sequences_per_step)
+            ),
+        )
+
+        # (h) eval
+        if eval_rows and (step % args.eval_every_steps == 0 or step == args.num_steps):
+            metrics |= evaluate()
+        tracker.log(step, metrics)
+
+    # ---- [6] teardown ----
+    # -- shared: save --
+    tracker.phase("saving")
+    export_hf(
+        model,
+        tokenizer,
+        stream_full_tensors(model, dtype=torch.bfloat16),
+        path=output_dir / "final",
+        source=args.model,
+        stop_token_ids=stop_ids,
+    )
+    tracker.finish()
+    print0(f"final checkpoint: {output_dir / 'final'}")
+    # -- end shared --
+    scorer.close()
+    engine.close()
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, use_underscores=True, console_outputs=os.environ.get("RANK", "0") == "0"))
