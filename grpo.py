@@ -66,6 +66,8 @@ class Args:
     """compute dtype; auto: bfloat16 on GPU, float32 on CPU. Parameters and optimizer are float32"""
     activation_checkpointing: bool = False
     """recompute layers in the backward pass: less memory, same results, about a third slower"""
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the final checkpoint"""
     replicas: int = 1
     """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
     timeout_s: float = 1800.0
@@ -75,6 +77,8 @@ class Args:
     # data
     dataset: tuple[str, ...] = ()
     """files, folders or hub names with `prompt` (or `question`+`answer`) rows"""
+    dataset_split: str = "train"
+    """split of a hub dataset or of a folder whose files are named by split"""
     system_prompt: str | None = None
     """put before every prompt that brings no system message of its own"""
     prompt_format: Literal["auto", "chat", "text"] = "auto"
@@ -163,6 +167,8 @@ class Args:
     # evaluation
     eval_dataset: tuple[str, ...] = ()
     """held-out rows, scored by the same rewards"""
+    eval_split: str = "test"
+    """like dataset_split"""
     eval_every_steps: int = 10
     """also before the first and after the last step"""
     eval_max_prompts: int | None = None
@@ -548,8 +554,10 @@ def main(args: Args) -> None:
         max_prompt_tokens=args.max_prompt_tokens,
         system_prompt=args.system_prompt,
         prompt_format=args.prompt_format,
+        split=args.dataset_split,
     )
     rows, unverifiable = validate_golds(args.rewards, rows)
+    scorer.wait_ready()  # a reward file that does not import ends the run here
     print0(f"dataset: {len(rows)} prompts, dropped {dropped | unverifiable or 'none'}")
     print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
     eval_rows: list[PromptRow] = []
@@ -560,6 +568,7 @@ def main(args: Args) -> None:
             max_prompt_tokens=args.max_prompt_tokens,
             system_prompt=args.system_prompt,
             prompt_format=args.prompt_format,
+            split=args.eval_split,
             flag="--eval_dataset",
         )
         eval_rows, unverifiable = validate_golds(args.rewards, eval_rows)
@@ -599,7 +608,7 @@ def main(args: Args) -> None:
     # -- end shared --
     ref_model = None
     k1_in_score = args.kl_coef > 0 and args.kl_estimator == "k1"
-    if args.kl_coef > 0:
+    if args.kl_coef > 0:  # [D2]
         ref_model = load_model(args.model, env, dtype=dtype, trainable=False)
 
     # ---- [4] inference engine ----
@@ -785,12 +794,7 @@ def main(args: Args) -> None:
             in_loss &= ~samples.truncated
 
         # (c) log-probs of the old policy and the reference, by the code path of the update
-        generator = np.random.default_rng((args.seed, step))
-        order = (
-            generator.permutation(args.prompts_per_step)
-            if args.num_minibatches > 1
-            else np.arange(args.prompts_per_step)
-        )
+        order = np.random.default_rng((args.seed, step)).permutation(args.prompts_per_step)  # [D4]
         minibatches: list[tuple[list[Microbatch], int]] = []
         for prompts in np.split(order, args.num_minibatches):
             sequence_ids = [
@@ -979,7 +983,7 @@ def main(args: Args) -> None:
     export_hf(
         model,
         tokenizer,
-        stream_full_tensors(model, dtype=torch.bfloat16),
+        stream_full_tensors(model, dtype=getattr(torch, args.export_dtype)),
         path=output_dir / "final",
         source=args.model,
         stop_token_ids=stop_ids,

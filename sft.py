@@ -56,6 +56,8 @@ class Args:
     """compute dtype; auto: bfloat16 on GPU, float32 on CPU. Parameters and optimizer are float32"""
     activation_checkpointing: bool = False
     """recompute layers in the backward pass: less memory, same results, about a third slower"""
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the final checkpoint"""
     replicas: int = 1
     """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
     timeout_s: float = 1800.0
@@ -65,6 +67,8 @@ class Args:
     # data
     dataset: tuple[str, ...] = ()
     """files, folders or hub names: messages, prompt+completion, text or instruction+output rows"""
+    dataset_split: str = "train"
+    """split of a hub dataset or of a folder whose files are named by split"""
     system_prompt: str | None = None
     """put before every conversation that brings no system message of its own"""
     prompt_format: Literal["auto", "chat", "text"] = "auto"
@@ -99,6 +103,8 @@ class Args:
     # evaluation
     eval_dataset: tuple[str, ...] = ()
     """held-out rows in the same formats; every row is counted exactly once"""
+    eval_split: str = "test"
+    """like dataset_split"""
     eval_every_steps: int = 50
     """also before the first and after the last step"""
 
@@ -205,6 +211,7 @@ def main(args: Args) -> None:
         max_tokens=args.max_sequence_tokens,
         system_prompt=args.system_prompt,
         prompt_format=args.prompt_format,
+        split=args.dataset_split,
     )
     print0(f"dataset: {len(rows)} sequences, dropped {dropped or 'none'}")
     print0(f"first sequence, trained tokens marked: {render_example(rows[0], tokenizer)}")
@@ -216,6 +223,7 @@ def main(args: Args) -> None:
             max_tokens=args.max_sequence_tokens,
             system_prompt=args.system_prompt,
             prompt_format=args.prompt_format,
+            split=args.eval_split,
             flag="--eval_dataset",
         )
         print0(f"eval: {len(eval_rows)} sequences, dropped {dropped or 'none'}")
@@ -367,7 +375,7 @@ def main(args: Args) -> None:
     export_hf(
         model,
         tokenizer,
-        stream_full_tensors(model, dtype=torch.bfloat16),
+        stream_full_tensors(model, dtype=getattr(torch, args.export_dtype)),
         path=output_dir / "final",
         source=args.model,
         stop_token_ids=stop_ids,

@@ -23,6 +23,7 @@ PromptFormat = Literal["auto", "chat", "text"]
 Row = dict[str, Any]
 T = TypeVar("T")
 
+ROLES = ("system", "developer", "user", "assistant")
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 RL_FORMATS = (
     "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth)"
@@ -120,16 +121,17 @@ def _resolve(path: str, flag: str, split: str) -> list[Path | str]:
 
 
 def _read_json(path: Path, flag: str) -> list[Any]:
-    opener = gzip.open if path.name.lower().endswith(".gz") else open
+    name = path.name.lower()
+    opener = gzip.open if name.endswith(".gz") else open
     rows: list[Any] = []
     number = 0
     try:
-        with opener(
-            path, "rt", encoding="utf-8-sig"
-        ) as file:  # -sig: Windows editors write a byte order mark
-            if ".json" in path.suffixes[-2:] and (text := file.read()).lstrip().startswith("["):
-                return json.loads(text)
-            file.seek(0)
+        # utf-8-sig: Windows editors write a byte order mark
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            if name.removesuffix(".gz").endswith(".json"):
+                if (text := file.read()).lstrip().startswith("["):
+                    return json.loads(text)
+                file.seek(0)  # one object per line, under the other name
             for line in file:
                 number += 1
                 if line.strip():
@@ -202,7 +204,7 @@ class _Encoder:
             raise ValueError(
                 "--system_prompt needs a chat template, but prompts are formatted as plain text"
             )
-        # what the tokenizer writes before a text; what it writes after (EOS) has no place in a prompt
+        # what the tokenizer writes before a text; what it writes after (EOS) is wrong in a prompt
         bare, full = self._ids("a"), self.tokenizer("a")["input_ids"]
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         self.prefix: list[int] = full[: starts[0]] if starts else []
@@ -288,13 +290,13 @@ class _Encoder:
         for i in range(first_trained, len(messages)):
             if messages[i]["role"] != "assistant":
                 continue
+            if i == 0:  # templates cannot render an empty prompt
+                raise _Drop("starts_with_assistant")
             prompt = self.chat(messages[:i], add_generation_prompt=True)
             start = len(prompt)
             end = next((t for t in range(start, len(ids)) if ids[t] in stop_ids), None)
-            if (
-                ids[:start] != prompt or end is None
-            ):  # the template rewrites history, or merges tokens
-                raise _Drop("template_prefix")
+            if ids[:start] != prompt or end is None:
+                raise _Drop("template_prefix")  # the template rewrites history, or tokens merge
             mask[start : end + 1] = [True] * (end + 1 - start)
         return TokenRow(ids, mask)
 
@@ -320,15 +322,13 @@ def _as_messages(value: Any) -> Messages:
     messages: Messages = []
     for message in value:
         clean = {k: v for k, v in message.items() if v is not None}
-        if clean["role"] not in ("system", "developer", "user", "assistant") or clean.get(
-            "tool_calls"
-        ):
+        if clean["role"] not in ROLES or clean.get("tool_calls"):
             raise _Drop("tools_not_supported")
         content = clean.get("content", "")
-        if isinstance(content, list) and all(
-            isinstance(p, dict) and p.get("type") == "text" for p in content
-        ):
-            content = "".join(p["text"] for p in content)
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            texts = [text for text in texts if isinstance(text, str)]
+            content = "".join(texts) if len(texts) == len(content) else content
         if not isinstance(content, str):
             raise ValueError(f"message content must be text, found {content!r:.200}")
         messages.append({**clean, "content": content})
@@ -344,24 +344,18 @@ def _unknown_columns(row: Row, accepted: str) -> ValueError:
 
 
 def _prompt_row(row: Row, encoder: _Encoder, max_prompt_tokens: int) -> PromptRow:
-    key = (
-        "prompt" if "prompt" in row else "question" if {"question", "answer"} <= set(row) else None
-    )
-    if key is None:
+    if "prompt" not in row and not {"question", "answer"} <= set(row):
         raise _unknown_columns(row, RL_FORMATS)
+    key = "prompt" if "prompt" in row else "question"
     columns = {name: value for name, value in row.items() if name != key}
     grading = columns.get("reward_model")
     if isinstance(grading, dict) and "ground_truth" in grading:
         columns.setdefault("ground_truth", grading["ground_truth"])
     prompt = "" if row[key] is None else _text_or_messages(row[key])
-    turns = (
-        [prompt]
-        if isinstance(prompt, str)
-        else [m["content"] for m in prompt if m["role"] != "system"]
-    )
-    if not "".join(turns).strip():
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not any(m["content"].strip() for m in turns if m["role"] != "system"):
         raise _Drop("empty_prompt")
-    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+    if turns[-1]["role"] == "assistant":
         raise _Drop("prompt_ends_with_assistant")
     prompt_ids = encoder.prompt(prompt)
     if len(prompt_ids) > max_prompt_tokens:
@@ -374,23 +368,24 @@ def _token_row(row: Row, encoder: _Encoder, max_tokens: int, stop_ids: set[int])
         raise _Drop("tools_not_supported")
     prompt: str | Messages = []
     if "messages" in row:
-        completion = _text_or_messages(row["messages"])
+        completion = _as_messages(row["messages"] or [])
     elif {"prompt", "completion"} <= set(row):
-        prompt, completion = _text_or_messages(row["prompt"]), _text_or_messages(row["completion"])
+        prompt, completion = (_text_or_messages(row[k] or "") for k in ("prompt", "completion"))
         if isinstance(prompt, str) != isinstance(completion, str):
             raise ValueError("prompt and completion must both be text or both be messages")
     elif "text" in row:
-        completion = row["text"]
+        completion = _text_or_messages(row["text"] or "")
     elif {"instruction", "output"} <= set(row):
         prompt = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
         completion = row["output"] or ""
     elif "conversations" in row:
         roles = {"human": "user", "gpt": "assistant"}
-        turns = [
-            (m.get("from", m.get("role")), m.get("value", m.get("content")))
-            for m in row["conversations"]
-        ]
-        completion = _as_messages([{"role": roles.get(r, r), "content": v} for r, v in turns])
+        completion = _as_messages(
+            [
+                {"role": roles.get(m.get("from"), m.get("from")), "content": m.get("value")}
+                for m in row["conversations"] or []
+            ]
+        )
         if row.get("system"):
             completion.insert(0, {"role": "system", "content": row["system"]})
     else:

@@ -7,8 +7,6 @@ that vLLM does not support. An engine starts without usable weights; weight_sync
 import contextlib
 import os
 import random
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+
+from common.weight_sync import prove_complete, reload_vllm, unique
 
 
 @dataclass
@@ -28,12 +27,22 @@ class Completion:
     response_ids: list[int]
     """sampled token ids, the stop token included"""
     rollout_logprobs: list[float]
-    """log-probs of `response_ids` under the distribution they were drawn from (temperature, top_p)"""
+    """of `response_ids`, under the distribution they were drawn from (temperature, top_p)"""
     truncated: bool
     """True iff no stop token was sampled within max_tokens"""
 
 
-class Engine(ABC):
+@dataclass(frozen=True)
+class _Sampling:
+    """What all requests of one `generate` have in common."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: list[int]
+
+
+class Engine:
     """What the two backends share: checks, random state, and the rule "no weights, no samples"."""
 
     dtype: torch.dtype
@@ -65,8 +74,8 @@ class Engine(ABC):
 
         Args:
             prompt_ids: token ids of each prompt, at least one; may be an empty list of prompts.
-            seeds: one per prompt, 0 <= seed < 2**32 (torch's CPU generator drops higher bits). Equal
-                seeds draw equal noise, even for different prompts, so make them distinct.
+            seeds: one per prompt, 0 <= seed < 2**32 (torch's CPU generator drops higher bits).
+                Equal seeds draw equal noise, even for different prompts, so make them distinct.
             max_tokens: longest response; prompt + max_tokens must fit into the engine's context.
             temperature: divides the logits; 0 is greedy, whose log-probs are at temperature 1.
             top_p: nucleus; below 1 the log-probs are of the renormalised nucleus.
@@ -95,11 +104,8 @@ class Engine(ABC):
             completions = self._generate(
                 prompt_ids,
                 seeds,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                stop_token_ids=stop_token_ids,
-                on_progress=on_progress or (lambda finished: None),
+                _Sampling(max_tokens, temperature, top_p, stop_token_ids),
+                on_progress or (lambda finished: None),
             )
         for completion in completions:
             assert len(completion.response_ids) == len(completion.rollout_logprobs)
@@ -116,24 +122,20 @@ class Engine(ABC):
                 tensors that the engine has no place for. The engine is unusable afterwards.
         """
         self._has_weights = False
-        self._load_weights(_unique(named_tensors))
+        self._load_weights(unique(named_tensors))
         self._has_weights = True
 
-    @abstractmethod
     def _generate(
         self,
         prompt_ids: list[list[int]],
         seeds: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop_token_ids: list[int],
+        sampling: _Sampling,
         on_progress: Callable[[int], None],
-    ) -> list[Completion]: ...
+    ) -> list[Completion]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache; no-op on CPU."""
@@ -268,17 +270,13 @@ class VllmEngine(Engine):
             **on_device,
         )
         self.needs_lm_head_alias = self.llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]
-        self._asleep = False
+        self._asleep: set[str] = set()
 
     def _generate(
         self,
         prompt_ids: list[list[int]],
         seeds: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop_token_ids: list[int],
+        sampling: _Sampling,
         on_progress: Callable[[int], None],
     ) -> list[Completion]:
         from vllm import SamplingParams
@@ -293,16 +291,16 @@ class VllmEngine(Engine):
                 params = SamplingParams(
                     n=1,
                     seed=seed,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
                     top_k=0,
                     min_p=0.0,
                     presence_penalty=0.0,
                     frequency_penalty=0.0,
                     repetition_penalty=1.0,
                     ignore_eos=True,  # the caller's stop tokens are the only ones
-                    stop_token_ids=stop_token_ids,
+                    stop_token_ids=sampling.stop_token_ids,
                     logprobs=0,  # of the sampled token alone
                     flat_logprobs=True,
                     detokenize=False,
@@ -330,117 +328,37 @@ class VllmEngine(Engine):
         return [completion for completion in completions if completion is not None]
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        assert not self._asleep, "wake_weights() comes before a sync"
-        self.llm.collective_rpc(_reload, args=(named_tensors,))
+        assert "weights" not in self._asleep, "wake_weights() comes before a sync"
+        self.llm.collective_rpc(reload_vllm, args=(named_tensors,))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("weights were synced while requests were running")
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache; no-op on CPU."""
         if self.device.type == "cuda" and not self._asleep:
-            # Level 2 drops the weights instead of copying them to the host: a sync follows anyway.
             self._has_weights = False
+            # Level 2 drops the weights instead of copying them to the host: a sync follows anyway.
             self.llm.sleep(level=2)
-            self._asleep = True
+            self._asleep = {"weights", "kv_cache"}
 
     def wake_weights(self) -> None:
         """Allocate memory for the weights again, before they are synced; no-op on CPU."""
-        if self._asleep:
-            torch.cuda.empty_cache()  # vLLM maps memory that the trainer's allocator holds cached
+        if "weights" in self._asleep:
+            torch.cuda.empty_cache()  # vLLM needs memory that the trainer's allocator keeps cached
             self.llm.wake_up(tags=["weights"])
-            self._asleep = False
-            self._kv_cache_asleep = True
+            self._asleep.remove("weights")
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again, after the weights are synced; no-op on CPU."""
-        if getattr(self, "_kv_cache_asleep", False):
-            assert self._has_weights, "the KV cache wakes after the sync, to keep the peak low"
+        if "kv_cache" in self._asleep:
+            assert self._has_weights, "the weights are synced before the KV cache wakes"
             self.llm.wake_up(tags=["kv_cache"])
-            self._kv_cache_asleep = False
+            self._asleep.remove("kv_cache")
             self.llm.reset_prefix_cache()
 
     def close(self) -> None:
         """Shut vLLM down, which also destroys the default process group."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-class _CopyCounter(TorchDispatchMode):
-    """Counts copies, so that a tensor from which no weight loader copied can be named."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.copies += func is torch.ops.aten.copy_.default
-        return func(*args, **(kwargs or {}))
-
-
-def _reload(worker: Any, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """vLLM's own `reload_weights`, and between its steps the proof that it was complete.
-
-    vLLM counts, per module, the elements that its weight loaders copy, and finishes the module when
-    all have come. A module that still waits after the last tensor misses some; vLLM itself would
-    only warn and keep the old values. It also drops some unknown tensors silently (any `.bias`).
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    model = worker.get_model()
-    counter = _CopyCounter()
-    unused: list[str] = []
-
-    def watched() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named_tensors:
-            before = counter.copies
-            yield name, tensor
-            if counter.copies == before:
-                unused.append(name)
-
-    with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(model)
-        try:
-            with counter:
-                model.load_weights(watched())
-        except (ValueError, KeyError) as error:
-            raise RuntimeError(f"the engine has no place for a synced tensor: {error}") from error
-        missing = _missing_elements(model)
-        if missing or unused:
-            raise RuntimeError(
-                f"weight sync is incomplete. Engine parameters that miss elements: {missing}. "
-                f"Tensors that the engine has no place for: {unused}."
-            )
-        finalize_layerwise_reload(model, worker.model_config)
-
-
-def _missing_elements(model: nn.Module) -> list[str]:
-    """Engine parameters that have not received all elements in the reload that is under way."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
-
-    missing: list[str] = []
-    for prefix, module in model.named_modules():
-        info = get_layerwise_info(module)
-        if not info.can_load():  # every element came, and vLLM has finished the module
-            continue
-        received: Counter[str] = Counter()
-        for name, arguments in info.loaded_weights:
-            loader = getattr(module, name).weight_loader.__wrapped__
-            received[name] += get_numel_loaded(loader, arguments)[0]
-        for name, parameter in module.named_parameters(recurse=False):
-            expected = parameter.numel()
-            if isinstance(module, VocabParallelEmbedding) and parameter.ndim == 2:
-                # Rows above the vocabulary are padding, which loaders fill with zeros.
-                expected = module.shard_indices.num_org_elements * parameter.shape[1]
-            if received[name] < expected:
-                missing.append(f"{prefix}.{name} ({received[name]} of {expected} elements)")
-    return missing
 
 
 def _refuse_unsupported(model_path: str, config: PretrainedConfig) -> None:
@@ -451,8 +369,8 @@ def _refuse_unsupported(model_path: str, config: PretrainedConfig) -> None:
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any((getattr(text_config, name, None) or 0) > 1 for name in experts):
         raise ValueError(
-            f"--model={model_path} is a mixture of experts: weight sync to vLLM is not supported for "
-            "them yet (the fused expert weights do not arrive correctly). Use a dense model."
+            f"--model={model_path} is a mixture of experts, whose expert weights do not arrive "
+            "correctly in vLLM by a sync. Use a dense model."
         )
     architectures = config.architectures or []
     served_as = [
@@ -488,11 +406,7 @@ class TransformersEngine(Engine):
         self,
         prompt_ids: list[list[int]],
         seeds: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop_token_ids: list[int],
+        sampling: _Sampling,
         on_progress: Callable[[int], None],
     ) -> list[Completion]:
         completions = [Completion([], [], truncated=True) for _ in prompt_ids]
@@ -508,7 +422,7 @@ class TransformersEngine(Engine):
             lengths = torch.tensor([len(prompt_ids[row]) for row in rows], device=self.device)
             mask = (torch.arange(width, device=self.device) >= width - lengths[:, None]).long()
             cache = DynamicCache(config=self.model.config)
-            for _ in range(max_tokens):
+            for _ in range(sampling.max_tokens):
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
                 logits = self.model(
                     input_ids=tokens,
@@ -519,7 +433,7 @@ class TransformersEngine(Engine):
                     logits_to_keep=1,
                 ).logits[:, -1]
                 sampled, logprobs = _sample(
-                    logits, [generators[row] for row in rows], temperature, top_p
+                    logits, [generators[row] for row in rows], sampling.temperature, sampling.top_p
                 )
                 keep: list[int] = []
                 for i, (row, token, logprob) in enumerate(
@@ -528,8 +442,8 @@ class TransformersEngine(Engine):
                     completion = completions[row]
                     completion.response_ids.append(token)
                     completion.rollout_logprobs.append(logprob)
-                    completion.truncated = token not in stop_token_ids
-                    if completion.truncated and len(completion.response_ids) < max_tokens:
+                    completion.truncated = token not in sampling.stop_token_ids
+                    if completion.truncated and len(completion.response_ids) < sampling.max_tokens:
                         keep.append(i)
                 tokens = sampled[:, None]
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
@@ -553,11 +467,7 @@ class TransformersEngine(Engine):
                 missing.pop(name).copy_(tensor)
             else:
                 unused.append(name)
-        if missing or unused:
-            raise RuntimeError(
-                f"weight sync is incomplete. Engine parameters that miss elements: {list(missing)}. "
-                f"Tensors that the engine has no place for: {unused}."
-            )
+        prove_complete(list(missing), unused)
 
 
 def _sample(
@@ -588,16 +498,6 @@ def _sample(
         )
         tokens = (logprobs - noise.to(logprobs.device).log()).argmax(-1)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def _unique(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Refuse a name that comes twice: counts of elements prove nothing with repeats among them."""
-    seen: set[str] = set()
-    for name, tensor in named_tensors:
-        if name in seen:
-            raise RuntimeError(f"weight sync sent {name} twice")
-        seen.add(name)
-        yield name, tensor
 
 
 @contextlib.contextmanager

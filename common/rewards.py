@@ -13,6 +13,7 @@ frames over two private pipes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import importlib.util
 import inspect
@@ -42,7 +43,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 START_TIMEOUT_S = 300.0  # imports of a user's reward file, on a cold network file system
 
 Sample = tuple[Any, str, dict[str, Any]]  # prompt, completion text, columns
-Result = tuple[float | None, str | None, str | None]  # score, traceback of an exception, time-out
+Result = tuple[float | None, str | None, bool]  # score, traceback of an exception, timed out
 PerSample = Callable[[Any, str, dict[str, Any]], Any]
 
 
@@ -53,6 +54,8 @@ _DIGITS = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = rf"[-+]?{_DIGITS}(?:/{_DIGITS})?"
 # a sign counts only where it cannot be an operator: "5-3" ends in 3, "= -3" and "$-3" in -3
 _LAST_NUMBER = re.compile(rf"(?:(?<![\w)\]}}.,])[-+])?(?<![\d.]){_DIGITS}(?:/{_DIGITS})?")
+# sympy reads words as products of letters, in which "listen" equals "silent"
+_WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z .,'-]*")
 _MARKED = re.compile(r"####[ \t]*(.*)")
 
 
@@ -62,7 +65,7 @@ def extract_answer(response: str) -> str | None:
     Only the text after a closing `</think>` is searched. The last box decides: when it is
     unterminated or empty there is no answer, even if an earlier box or number looks right.
     """
-    reasoning, closed, rest = response.rpartition("</think>")
+    _, closed, rest = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return None
     text = (rest if closed else response).replace("\u2212", "-")
@@ -117,6 +120,7 @@ def _clean_math(text: str) -> str:
     """Without math delimiters, dollar signs and LaTeX forms of the thousands separator."""
     text = " ".join(text.split()).replace("{,}", ",").replace(",\\!", ",").replace("\\$", "")
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text.rstrip(" ."))
+    text = re.sub(r"^\\text(?:bf)?\{([^{}]*)\}$", r"\1", text.strip())
     return re.sub(r"^([-+]?)\$+", r"\1", text.strip()).rstrip(" .$").strip()
 
 
@@ -143,6 +147,8 @@ def math_equal(gold: str, answer: str) -> bool:
     a, b = _plain_number(gold), _plain_number(answer)
     if a is not None and b is not None and (a == b or "/" not in gold + answer):
         return a == b
+    if _WORDS.fullmatch(gold):
+        return gold.casefold() == answer.casefold()
     from math_verify import verify
 
     parsed = _parse_math(gold, "first_match"), _parse_math(answer, "first_match")
@@ -208,20 +214,23 @@ def validate_golds(
             counts["missing_gold"] += 1
         elif "math" in names and _plain_number(_clean_math(gold)) is None:
             to_parse.append((i, gold))
-    if to_parse:  # sympy on unseen text: in a worker, because some golds never return
-        scorer = RewardScorer([_CHECK_GOLD], None, timeout_s=timeout_s)
+    if to_parse:  # sympy on unseen text: in workers, because some of it never returns
+        golds = list({gold for _, gold in to_parse})
+        num_workers = min(4, 1 + len(golds) // 1000)
+        scorer = RewardScorer([_CHECK_GOLD], None, timeout_s=timeout_s, num_workers=num_workers)
         try:
-            golds = [gold for _, gold in to_parse]
             batch = scorer.score(golds, golds, [{}] * len(golds))
         finally:
             scorer.close()
-        for (i, _), score in zip(to_parse, batch.scores, strict=True):
-            kept[i] = score == 1.0
+        parses = {gold: score == 1.0 for gold, score in zip(golds, batch.scores, strict=True)}
+        for i, gold in to_parse:
+            kept[i] = parses[gold]
             counts["unparsable_gold"] += not kept[i]
     if rows and not any(kept):
         raise ValueError(
-            f"--rewards={' '.join(names)}: no row has a usable gold answer ({counts}); looked in the "
-            f"columns ground_truth, solution, answer; the first row has {sorted(rows[0].columns)}"
+            f"--rewards={' '.join(names)}: no row has a usable gold answer ({counts}); looked in "
+            "the columns ground_truth, solution and answer, but the first row has "
+            f"{sorted(rows[0].columns)}"
         )
     counts = {reason: n for reason, n in counts.items() if n}
     return [row for row, keep in zip(rows, kept, strict=True) if keep], counts
@@ -282,10 +291,10 @@ class RewardScorer:
                 f"--reward_weights={weights}: expected a finite number for each of the "
                 f"{len(names)} --rewards"
             )
-        if not (timeout_s > 0 and num_workers >= 1):
-            raise ValueError(
-                f"reward timeout_s={timeout_s} and num_workers={num_workers} must be positive"
-            )
+        if not timeout_s > 0:
+            raise ValueError(f"--reward_timeout_s={timeout_s}: must be positive")
+        if num_workers < 1:
+            raise ValueError(f"--reward_workers={num_workers}: must be at least 1")
         short = [name.rpartition(":")[2] for name in names]
         self.labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
         self.weights = weights
@@ -337,7 +346,7 @@ class RewardScorer:
             scores=scores,
             components={n: [r[0] for r in rs] for n, rs in zip(self.labels, results, strict=True)},
             exceptions=len(errors),
-            timeouts=sum(r[2] is not None for component in results for r in component),
+            timeouts=sum(r[2] for component in results for r in component),
             first_traceback=errors[0] if errors else None,
         )
 
@@ -367,9 +376,8 @@ def _checked_spec(name: str) -> tuple[str, str]:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise ValueError(f"--rewards={name}: {error}") from error
-    bound: set[str] = (
-        set()
-    )  # anywhere in the file: `if`/`try` around a definition is fine; the import decides
+    # Bound anywhere in the file, for example in a branch, is enough: the import decides.
+    bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound.add(node.name)
@@ -401,7 +409,7 @@ class _Worker(threading.Thread):
         self._specs, self._timeout_s, self._jobs = specs, timeout_s, jobs
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
-        self._loaded = False
+        self._loaded = self._killed = False
         self._per_sample: list[bool] = []
         self._closed = False
 
@@ -428,7 +436,7 @@ class _Worker(threading.Thread):
         root = str(Path(__file__).resolve().parent.parent)
         boot = f"import sys; sys.path.insert(0, {root!r}); from common import rewards as r; "
         boot += "r.worker_main()"
-        self._buffer, self._loaded = b"", False
+        self._buffer, self._loaded, self._killed = b"", False, False
         self._process = subprocess.Popen(
             [sys.executable, "-c", boot],
             stdin=subprocess.PIPE,
@@ -446,10 +454,11 @@ class _Worker(threading.Thread):
         try:
             self._send((os.getpid(), self._specs))
             self._per_sample, error = self._receive(time.monotonic() + START_TIMEOUT_S)
-        except (EOFError, TimeoutError) as failure:
+        except (EOFError, TimeoutError):
             if self._closed:
                 raise RuntimeError("the reward scorer was closed") from None
-            raise ValueError(f"--rewards: the worker process did not start: {failure}") from None
+            self._kill()
+            raise ValueError("--rewards: the worker process died or hung at its start") from None
         if error is not None:
             self._kill()
             raise ValueError(f"--rewards: cannot load the reward function:\n{error}")
@@ -464,10 +473,9 @@ class _Worker(threading.Thread):
             results += done
             if failure is None:
                 continue
+            # Results arrive in order: where they come one by one, the first missing one is guilty.
             if len(part) == 1 or self._per_sample[component]:
-                results.append(
-                    failure
-                )  # workers report in order: the first sample without a result is guilty
+                results.append(failure)
             else:
                 size = 1
         return results
@@ -475,28 +483,23 @@ class _Worker(threading.Thread):
     def _call(self, component: int, samples: list[Sample]) -> tuple[list[Result], Result | None]:
         """One request. The results that arrived and, if the process had to be replaced, why."""
         assert self._process is not None
-        if (
-            self._process.poll() is not None
-        ):  # died while idle (out of memory?): nobody's fault here
-            self._restart()
+        if self._process.poll() is not None:
+            self._restart()  # it died while idle (out of memory?), which is no sample's fault
         self._load()
         results: list[Result] = []
         try:
             self._send((component, samples))
             while len(results) < len(samples):
                 for score, error in self._receive(time.monotonic() + self._timeout_s):
-                    results.append((score, error, None))
-        except TimeoutError as late:
+                    results.append((score, error, False))
+        except TimeoutError:
             self._restart()
-            return results, (None, None, str(late))
+            return results, (None, None, True)
         except EOFError:
-            code = self._process.wait(timeout=5.0)
+            self._kill()
+            died = f"the worker died in the reward function (code={self._process.returncode})"
             self._restart()
-            return results, (
-                None,
-                f"the worker process died in the reward function ({code=})",
-                None,
-            )
+            return results, (None, died, False)
         return results, None
 
     def _send(self, message: Any) -> None:
@@ -507,7 +510,7 @@ class _Worker(threading.Thread):
             while data:
                 data = data[self._process.stdin.write(data) :]
         except OSError as error:
-            raise EOFError("broken pipe") from error
+            raise EOFError from error
 
     def _receive(self, deadline: float) -> Any:
         """Next frame. Raises EOFError when the process is gone and TimeoutError at the deadline."""
@@ -523,16 +526,14 @@ class _Worker(threading.Thread):
                     return json.loads(payload)  # not pickle: the worker runs code that is not ours
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"no reward after {self._timeout_s:g} s")
+                raise TimeoutError
             if poller.poll(1000 * min(remaining, 0.2)):
                 data = os.read(descriptor, 1 << 20)
                 if not data:
-                    raise EOFError("the worker process closed its pipe")
+                    raise EOFError
                 self._buffer += data
-            elif (
-                self._process.poll() is not None
-            ):  # a process it left behind may hold the pipe open
-                raise EOFError(f"the worker process exited with code {self._process.returncode}")
+            elif self._process.poll() is not None:
+                raise EOFError  # something that it started still holds the pipe open
 
     def _restart(self) -> None:
         self._kill()
@@ -544,14 +545,12 @@ class _Worker(threading.Thread):
         process = self._process
         if process is None:
             return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        if not self._killed:  # once: afterwards the number may belong to another process group
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if (
-            threading.current_thread() is self
-        ):  # close() from outside: this thread may be polling the pipes
+        if threading.current_thread() is self:  # else this thread may be polling the pipes
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
@@ -569,9 +568,8 @@ def worker_main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     parent, specs = _read_frame(requests)
-    if (
-        sys.platform == "linux"
-    ):  # also ends a worker that is deep in C code and cannot see its pipe close
+    if sys.platform == "linux":
+        # Ends also a worker that is deep in C code and cannot see its pipe close.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(0)
@@ -615,10 +613,10 @@ def _write_frame(pipe: BinaryIO, message: Any) -> None:
 
 
 def _load_function(file: str, name: str) -> tuple[Callable[..., Any], bool]:
-    """The function and whether it takes one sample, as (prompt, completion, columns), or a chunk."""
+    """The function, and whether it takes one sample (prompt, completion, columns) or a chunk."""
     if not file:
         if name != "exact":
-            import math_verify  # noqa: F401  now, not on the first sample's deadline
+            math_equal("x", "y")  # loads grammars now, not on the first sample's deadline
         return (_gold_parses if name == _CHECK_GOLD else _BUILTINS[name]), True
     module_name = "reward_file_" + re.sub(r"\W", "_", file)
     module = sys.modules.get(module_name)
@@ -626,9 +624,7 @@ def _load_function(file: str, name: str) -> tuple[Callable[..., Any], bool]:
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        sys.path.insert(
-            0, str(Path(file).parent)
-        )  # as for a script: its neighbours can be imported
+        sys.path.insert(0, str(Path(file).parent))  # as for a script: to import its neighbours
         spec.loader.exec_module(module)
     function = getattr(module, name)
     parameters = inspect.signature(function).parameters
@@ -636,10 +632,8 @@ def _load_function(file: str, name: str) -> tuple[Callable[..., Any], bool]:
     if {"data_source", "solution_str", "ground_truth"} <= set(parameters):
 
         def verl(prompt: Any, completion: str, columns: dict[str, Any]) -> Any:
-            fields = {
-                key: columns.get(key) for key in ("data_source", "ground_truth", "extra_info")
-            }
-            fields["solution_str"] = completion
+            keys = ("data_source", "ground_truth", "extra_info")
+            fields = {key: columns.get(key) for key in keys} | {"solution_str": completion}
             value = function(**{k: v for k, v in fields.items() if takes_all or k in parameters})
             return value["score"] if isinstance(value, dict) else value
 
@@ -691,17 +685,13 @@ def _score_chunk(
     function: Callable[[list[Sample]], Any], samples: list[Sample]
 ) -> Iterator[list[WireResult]]:
     values, error = _guarded(lambda: _as_list(function(samples), len(samples)))
-    if error is None:
-        yield (
-            [(None, values)] * len(samples)
-            if isinstance(values, str)
-            else [_checked(v, None) for v in values]
-        )
-    elif len(samples) == 1:
-        yield [(None, error)]
-    else:  # isolate the sample that raises
+    if error is not None and len(samples) > 1:  # isolate the sample that raises
         for sample in samples:
             yield from _score_chunk(function, [sample])
+    elif isinstance(values, list):
+        yield [_checked(value, None) for value in values]
+    else:
+        yield [(None, error or values)] * len(samples)
 
 
 def _as_list(values: Any, expected: int) -> list[Any] | str:

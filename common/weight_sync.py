@@ -1,15 +1,22 @@
 """Trainer's FSDP2 shards -> rollout engine: streamed in buckets, one all-gather each."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.engine import Engine
+if TYPE_CHECKING:
+    from common.engine import Engine
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -73,12 +80,18 @@ def stream_full_tensors(
     for names, parameter in _named_parameters(model, alias_lm_head):
         group = _shard_group(parameter)
         if group is None:
-            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield from ((name, tensor.to(dtype)) for name in names)
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        elif group.size() == 1:
+            full = parameter.to_local()
+        else:
+            full = None
+        if full is not None:
+            full = full.to(dtype)
+            yield from ((name, full.detach()) for name in names)
             continue
         shard = _Shard(names, parameter, chunk_rows=-(-parameter.shape[0] // group.size()))
-        full = bucket.numel * group.size() + shard.numel * group.size()
-        if bucket.shards and (bucket.group != group or full * dtype.itemsize > bucket_bytes):
+        total_bytes = (bucket.numel + shard.numel) * group.size() * dtype.itemsize
+        if bucket.shards and (bucket.group != group or total_bytes > bucket_bytes):
             yield from bucket.gather(dtype)
             bucket = _Bucket()
         bucket.group = group
@@ -156,3 +169,96 @@ def _named_parameters(model: nn.Module, alias_lm_head: bool) -> Iterator[tuple[l
             names[id(parameter)].append(name)
     for key, tensor in parameters.items():
         yield names[key], tensor
+
+
+class _CopyCounter(TorchDispatchMode):
+    """Counts copies, so that a tensor from which no weight loader copied can be named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def reload_vllm(worker: Any, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """vLLM's own `reload_weights`, and between its steps the proof that it was complete.
+
+    vLLM counts, per module, the elements that its weight loaders copy, and finishes the module when
+    all have come. A module that still waits after the last tensor misses some; vLLM itself would
+    only warn and keep the old values. It also drops some unknown tensors silently (any `.bias`).
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    model = worker.get_model()
+    counter = _CopyCounter()
+    unused: list[str] = []
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            before = counter.copies
+            yield name, tensor
+            if counter.copies == before:
+                unused.append(name)
+
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        try:
+            with counter:
+                model.load_weights(watched())
+        except (ValueError, KeyError) as error:
+            raise RuntimeError(f"a synced tensor does not fit the engine: {error}") from error
+        prove_complete(_missing_elements(model), unused)
+        finalize_layerwise_reload(model, worker.model_config)
+
+
+def _missing_elements(model: nn.Module) -> list[str]:
+    """Engine parameters that have not received all elements in the reload that is under way."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+
+    missing: list[str] = []
+    for prefix, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if not info.can_load():  # every element came, and vLLM has finished the module
+            continue
+        received: Counter[str] = Counter()
+        for name, arguments in info.loaded_weights:
+            loader = inspect.unwrap(getattr(module, name).weight_loader)
+            received[name] += get_numel_loaded(loader, arguments)[0]
+        for name, parameter in module.named_parameters(recurse=False):
+            expected = parameter.numel()
+            if isinstance(module, VocabParallelEmbedding) and parameter.ndim == 2:
+                # Rows above the vocabulary are padding, which loaders fill with zeros.
+                expected = module.shard_indices.num_org_elements * parameter.shape[1]
+            if received[name] < expected:
+                missing.append(f"{prefix}.{name} ({received[name]} of {expected} elements)")
+    return missing
+
+
+def unique(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Refuse a name that comes twice: counts of elements prove nothing with repeats among them."""
+    seen: set[str] = set()
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise RuntimeError(f"weight sync sent {name} twice")
+        seen.add(name)
+        yield name, tensor
+
+
+def prove_complete(missing: list[str], unused: list[str]) -> None:
+    """Raise RuntimeError unless both lists, of engine parameters and of tensors sent, are empty."""
+    if missing or unused:
+        raise RuntimeError(
+            f"incomplete weight sync. Engine parameters that did not arrive: {missing or 'none'}; "
+            f"tensors that the engine has no place for: {unused or 'none'}"
+        )

@@ -1,14 +1,15 @@
-"""Make a toy task that a tiny model learns on two CPU cores in a minute: sort the digits of a number.
+"""Make a toy task that a tiny model learns on two CPU cores in a minute: sorting digits.
 
-A problem is `9141=`, its answer `1149` (3 to 8 digits). In `sft.jsonl` most demonstrations are mistaken: they
-sort the wrong way round. Fine-tuning copies that mixture; RL with an exact-match reward then picks the
-right behaviour out of it. (RL selects what the model can do already, it does not teach sorting.)
+A problem is `9141=`, its answer `1149` (3 to 8 digits). In `sft.jsonl` most demonstrations are
+mistaken: they sort the wrong way round. Fine-tuning copies that mixture; RL with an exact-match
+reward then picks the right behaviour out of it. (RL selects what the model can do already, it does
+not teach sorting.)
 
     python scripts/make_toy.py --output_dir runs/toy
 
-writes `model/` (random Qwen3, 0.43M parameters, character tokenizer), `sft.jsonl` and `sft_eval.jsonl`
-(prompt, completion), `rl.jsonl` and `eval.jsonl` (prompt, answer). No multiset of digits that occurs in an
-eval file occurs in a training file, in any order.
+writes `model/` (random Qwen3, 0.43M parameters, character tokenizer), `sft.jsonl` and
+`sft_eval.jsonl` (prompt, completion), `rl.jsonl` and `eval.jsonl` (prompt, answer). No multiset of
+digits that occurs in an eval file occurs in a training file, in any order.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from transformers.utils import logging
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*/()=,. \n"
+VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
 MAX_POSITIONS = 256
 
 
@@ -57,8 +59,7 @@ def rl_row(rng: random.Random, *, evaluation: bool) -> dict[str, str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, plus padding, end of sequence and unknown."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()  # the default would put spaces between the characters
     return PreTrainedTokenizerFast(
@@ -71,11 +72,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def make_model(seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights (f32). vLLM's attention on the CPU needs head_dim >= 32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(VOCABULARY),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
@@ -85,13 +86,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=VOCABULARY[EOS],
+        pad_token_id=VOCABULARY[PAD],
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
+        eos_token_id=[VOCABULARY[EOS]], pad_token_id=VOCABULARY[PAD]
     )
     return model
 
@@ -122,9 +123,8 @@ def make_toy(
     write_jsonl(output_dir / "eval.jsonl", [rl_row(r, evaluation=True) for _ in range(num_eval)])
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(output_dir / "model")
-    make_model(tokenizer, seed).save_pretrained(output_dir / "model")
+    make_tokenizer().save_pretrained(output_dir / "model")
+    make_model(seed).save_pretrained(output_dir / "model")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-VENV="$ROOT/.venv"
+VENV="$(realpath -m "$ROOT/.venv")" # may be a link, to a larger disk or to another checkout's
 PY="$VENV/bin/python"
 LOG="$VENV/setup.log"
 STAMP="$VENV/setup.stamp" # what the finished installation was made from
@@ -203,8 +203,9 @@ main() {
       die "$VENV is there, cannot be used as it is, and was not made by this script; move it away"
     fi
     python="$(find_python)"
+    if [ -e "$LOG" ]; then say "removing the old .venv"; fi
     mkdir -p "$VENV"
-    find "$VENV/" -mindepth 1 -delete # keeps .venv itself, which may be a link to a larger disk
+    find "$VENV/" -mindepth 1 -delete
     run "new .venv with $("$python" -V), packages for $accelerator" make_venv "$python"
   else
     say "updating .venv, packages for $accelerator"

@@ -127,8 +127,7 @@ def test_schedule_warms_up_and_ends_where_it_should(schedule: str) -> None:
     assert factors[20] == pytest.approx(1.0 if schedule == "constant" else 0.0)
     assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
     assert factors == [
-        sft.lr_factor(step, total_steps=20, warmup_steps=4, schedule=schedule)
-        for step in range(21)
+        sft.lr_factor(step, total_steps=20, warmup_steps=4, schedule=schedule) for step in range(21)
     ]
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = [path for path in sorted(ROOT.glob("*.py")) if "\ndef main(args: Args)" in path.read_text()]
+SCRIPTS = [
+    path for path in sorted(ROOT.glob("*.py")) if "\ndef main(args: Args)" in path.read_text()
+]
 SECTIONS = ["[1] setup", "[2] data", "[3] models and optimizer", "[4] inference engine"]
 SECTIONS += ["[5] train loop", "[6] teardown"]
 LETTERS = [f"({letter})" for letter in "abcdefgh"]

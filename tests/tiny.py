@@ -12,11 +12,11 @@ Flavour = Literal["distinct", "pad_is_eos", "no_pad", "no_template"]
 
 FLAVOURS: tuple[Flavour, ...] = ("distinct", "pad_is_eos", "no_pad", "no_template")
 SPECIAL = ("<bos>", "<eos>", "<pad>", "<|im_start|>", "<|im_end|>")
-# "he" + "llo" decode to "hello", which encodes to one id; "=1" and "\nP" merge across boundaries
-MERGES = ("h e", "l l", "ll o", "he llo", "= 1", "Ċ P", "1 2")
+# "he" + "llo" decode to "hello", which encodes to one id; "=1" merges over a prompt's end
+MERGES = ("h e", "l l", "ll o", "he llo", "= 1", "1 2")
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -27,9 +27,10 @@ def make_tokenizer(
     add_bos: bool = True,
     add_eos: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 268 ids. The post-processor adds BOS (and EOS) to plain text; the template writes a BOS too.
+    """Byte-level BPE of 267 ids; the post-processor adds BOS (and EOS) to text, the template a BOS.
 
-    Flavours: `distinct` (bos, eos, pad differ), `pad_is_eos`, `no_pad`, `no_template` (distinct, without template).
+    Flavours: `distinct` (bos, eos and pad differ), `pad_is_eos`, `no_pad`, `no_template` (distinct
+    ids, no chat template).
     """
     symbols = [
         *SPECIAL,
@@ -40,7 +41,8 @@ def make_tokenizer(
     bpe = Tokenizer(
         models.BPE(vocab=vocab, merges=[(a, b) for a, b in (m.split(" ") for m in MERGES)])
     )
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    bpe.add_special_tokens(special)
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     single = " ".join(["<bos>"] * add_bos + ["$A"] + ["<eos>"] * add_eos)
@@ -73,12 +75,13 @@ def make_tiny_model(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **config_overrides: Any,
 ) -> Path:
-    """Save a random float32 model with its tokenizer: hidden 64, 2 layers, 2 heads of 32, 320 vocabulary rows.
+    """Save a random float32 model with tokenizer: hidden 64, 2 layers, 2 heads of 32, 320 tokens.
 
     Args:
         directory: created if missing; loads with `AutoModelForCausalLM.from_pretrained`.
-        arch: model type of transformers: qwen2, qwen3, llama, mistral, gemma2, gemma3_text, phi3, gpt2, ...
-        flavour, tokenizer: see `make_tokenizer`; 320 rows leave padding rows behind its 268 ids.
+        arch: model type of transformers: qwen2, qwen3, llama, mistral, gemma2, gemma3_text, phi3,
+            gpt2, ...
+        flavour, tokenizer: see `make_tokenizer`; its 267 ids leave padding rows at the end.
         seed: of the weights; the global generator is left as it was.
         config_overrides: for example `tie_word_embeddings=False`.
     """

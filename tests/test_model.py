@@ -1,0 +1,256 @@
+"""Sharded models on packed rows against plain transformers, one sequence at a time."""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.tiny import make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.dist import DistEnv, setup
+from common.model import export_hf, load_model, load_tokenizer
+from common.packing import pack
+from common.weight_sync import stream_full_tensors
+
+# Large initial weights: with transformers' default of 0.02 attention is so flat that a leak between
+# sequences would stay below the tolerance.
+ARCHITECTURES = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-untied": {"tie_word_embeddings": False},
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "gpt2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[DistEnv]:
+    saved = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    hook = sys.excepthook
+    yield setup(timeout_s=60)
+    dist.destroy_process_group()
+    sys.excepthook = hook
+    for name, value in saved.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def sequences(seed: int = 0) -> tuple[list[list[int]], list[list[bool]]]:
+    generator = random.Random(seed)
+    ids = [[generator.randrange(320) for _ in range(n)] for n in (5, 23, 2, 40, 11)]
+    return ids, [[t >= 2 or len(s) == 2 for t in range(len(s))] for s in ids]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_logprobs_and_gradients_equal_plain_ones(
+    name: str, tmp_path: Path, env: DistEnv
+) -> None:
+    """P16, P17, P18: packed samples attended to each other, or kept counting positions."""
+    arch = name.split("-")[0]
+    settings = {"initializer_range": 0.15} | ARCHITECTURES[name]
+    path = make_tiny_model(tmp_path, arch, **settings)
+    model = load_model(str(path), env, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",  # transformers' sdpa drops Gemma 2's soft-capping
+    ).eval()
+    ids, masks = sequences()
+    row = pack(range(len(ids)), ids, masks)
+    logprobs, entropy = model.logprobs(row, temperature=0.7)
+    logprobs.sum().backward()
+
+    expected, expected_entropy = [], []
+    for sequence, mask in zip(ids, masks, strict=True):
+        logits = plain(torch.tensor([sequence]), use_cache=False).logits[0, :-1].float() / 0.7
+        table = logits.log_softmax(-1)
+        keep = torch.tensor(mask[1:])
+        chosen = table.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        expected.append(torch.where(keep, chosen, 0.0))
+        expected_entropy.append(torch.where(keep, -(table.exp() * table).sum(-1), 0.0))
+    torch.cat(expected).sum().backward()
+    for ours, theirs in ((logprobs, expected), (entropy, expected_entropy)):
+        ours = torch.cat([part[:-1] for part in ours.split(row.seqlens)])
+        assert torch.allclose(ours, torch.cat(theirs), atol=2e-5)
+    gradients = {n: p.grad for n, p in plain.named_parameters()}
+    for parameter_name, parameter in model.named_parameters():
+        ours, theirs = parameter.grad.full_tensor(), gradients[parameter_name]
+        error = (ours - theirs).abs().max()
+        assert error <= 1e-5 * theirs.abs().max() + 1e-6, parameter_name
+
+
+def test_sequences_of_a_row_do_not_see_each_other(tmp_path: Path, env: DistEnv) -> None:
+    """P16: changing one sequence changed the log-probs of its neighbours."""
+    model = load_model(
+        str(make_tiny_model(tmp_path, initializer_range=0.15)), env, dtype=torch.float32
+    )
+    ids, masks = sequences()
+    with torch.no_grad():
+        before = model.logprobs(pack(range(5), ids, masks))[0].split([len(s) for s in ids])
+        other = copy.deepcopy(ids)
+        other[1] = [(token + 1) % 320 for token in other[1]]
+        after = model.logprobs(pack(range(5), other, masks))[0].split([len(s) for s in ids])
+    for i in (0, 2, 3, 4):
+        assert torch.equal(before[i], after[i])
+    assert not torch.allclose(before[1], after[1])
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, env: DistEnv) -> None:
+    path = str(make_tiny_model(tmp_path, attention_dropout=0.3))
+    ids, masks = sequences()
+    row = pack(range(5), ids, masks)
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_model(path, env, dtype=torch.float32, activation_checkpointing=checkpointing)
+        model.logprobs(row)[0].sum().backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_dropout_is_off(tmp_path: Path, env: DistEnv) -> None:
+    """P42: dropout made old and new log-probs differ, so ratios were not 1 at the first update."""
+    for arch, rates in (("gpt2", ["resid_pdrop", "embd_pdrop", "attn_pdrop"]), ("qwen3", [])):
+        path = make_tiny_model(tmp_path / arch, arch, **dict.fromkeys(rates, 0.5))
+        model = load_model(str(path), env, dtype=torch.float32, activation_checkpointing=True)
+        ids, masks = sequences()
+        row = pack(range(5), ids, masks)
+        assert torch.equal(model.logprobs(row)[0], model.logprobs(row)[0])
+
+
+def test_masters_are_float32_and_small_updates_arrive(tmp_path: Path, env: DistEnv) -> None:
+    """P62: bf16 parameters swallowed updates: a norm weight of 1.0 never moved at lr 1e-5."""
+    model = load_model(str(make_tiny_model(tmp_path)), env, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, weight_decay=0.0)
+    ids, masks = sequences()
+    for _ in range(10):
+        (-model.logprobs(pack(range(5), ids, masks))[0].sum()).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = model.get_decoder().norm.weight.full_tensor()
+    assert (norm != 1.0).all()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def test_bf16_compute_stays_close_to_float32(tmp_path: Path, env: DistEnv) -> None:
+    path = str(make_tiny_model(tmp_path))
+    ids, masks = sequences()
+    row = pack(range(5), ids, masks)
+    with torch.no_grad():
+        exact = load_model(path, env, dtype=torch.float32).logprobs(row)[0]
+        rounded, entropy = load_model(path, env, dtype=torch.bfloat16).logprobs(row)
+    assert rounded.dtype == entropy.dtype == torch.float32
+    assert (exact - rounded).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_reloads_with_the_same_logits(tmp_path: Path, env: DistEnv, tied: bool) -> None:
+    """P54, P70: exports lacked the template, duplicated the tied head, or refused at the end."""
+    path = make_tiny_model(tmp_path / "start", tie_word_embeddings=tied)
+    # A published generation config that transformers refuses to save.
+    (path / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 4]})
+    )
+    model, tokenizer = load_model(str(path), env, dtype=torch.float32), load_tokenizer(str(path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    for dtype in (torch.float32, torch.bfloat16):
+        export_hf(
+            model,
+            tokenizer,
+            stream_full_tensors(model, dtype=dtype),
+            path=tmp_path / "final",
+            source=str(path),
+            stop_token_ids=[1, 4],
+        )
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
+        assert again.dtype == dtype
+        assert again.generation_config.eos_token_id == [1, 4]
+        assert again.config.architectures == ["Qwen3ForCausalLM"]
+        shared = again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
+        assert shared == tied
+        expected = {n: t.clone() for n, t in stream_full_tensors(model, dtype=dtype)}
+        assert all(torch.equal(expected[n], p) for n, p in again.named_parameters())
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert reloaded.chat_template == tokenizer.chat_template
+    assert not list(tmp_path.glob("final.*"))
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path: Path, env: DistEnv) -> None:
+    with pytest.raises(ValueError, match="--model=.*nowhere"):
+        load_model(str(tmp_path / "nowhere"), env, dtype=torch.float32)
+    path = make_tiny_model(tmp_path / "cut", tie_word_embeddings=False)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    # P29: a missing tensor was initialised at random, with a warning nobody saw.
+    with pytest.raises(ValueError, match="q_proj"):
+        load_model(str(path), env, dtype=torch.float32)
+
+
+WORKER = """
+import sys, torch, torch.distributed as dist
+import common
+from common.dist import setup
+from common.model import load_model
+from common.packing import pack
+replicas = int(sys.argv[3])
+env = setup(timeout_s=60, replicas=replicas)
+model = load_model(sys.argv[1], env, dtype=torch.float32)
+sys.path.insert(0, "tests/..")
+from tests.test_model import sequences
+ids, masks = sequences()
+mine = [[0, 3], [1, 2, 4]][env.rank] if env.world_size == 2 else list(range(5))
+logprobs, _ = model.logprobs(pack(mine, [ids[i] for i in mine], [masks[i] for i in mine]))
+(-logprobs.sum() / 70).backward()
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+if env.rank == 0:
+    torch.save({"norm": norm, "gradients": gradients}, sys.argv[2])
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_and_norm_do_not_depend_on_ranks(tmp_path: Path) -> None:
+    """P14, P60: gradients were averaged over ranks, and clipped by the norm of one shard."""
+    path = make_tiny_model(tmp_path / "model", vocab_size=323)  # not divisible by 2
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    results = []
+    for ranks, replicas in ((1, 1), (2, 1), (2, 2)):
+        out = tmp_path / f"{ranks}-{replicas}.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), str(script), str(path), str(out), str(replicas)]
+        root = str(Path(__file__).parent.parent)
+        answer = subprocess.run(
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert answer.returncode == 0, answer.stderr[-3000:]
+        results.append(torch.load(out))
+    for result in results[1:]:
+        assert torch.allclose(result["norm"], results[0]["norm"], rtol=1e-5)
+        for name, gradient in results[0]["gradients"].items():
+            assert torch.allclose(result["gradients"][name], gradient, atol=1e-7), name
