@@ -824,7 +824,7 @@ def main(args: Args) -> None:
             kl_sums = torch.zeros(args.sequences_per_step, dtype=torch.float64)  # (S,)
             for m in all_microbatches:
                 kl = kl_estimate(m.old_logprobs, m.ref_logprobs, "k1")
-                for s, part in zip(m.row.sequence_ids, kl.split(m.row.seqlens), strict=True):
+                for s, part in zip(m.row.sequence_ids, m.row.split(kl), strict=True):
                     kl_sums[s] = part.double().sum()
             dist.all_reduce(kl_sums)  # collective: all ranks; each holds its own sequences
             scores -= args.kl_coef * kl_sums

@@ -238,7 +238,7 @@ class VllmEngine(Engine):
             from vllm.platforms import current_platform
 
             type(current_platform).simple_compile_backend = "eager"
-        _refuse_unsupported(model_path, config)
+        _register_model(model_path, config)
         from vllm import LLM
 
         on_device: dict[str, Any] = (
@@ -361,8 +361,8 @@ class VllmEngine(Engine):
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _refuse_unsupported(model_path: str, config: PretrainedConfig) -> None:
-    """Raise before vLLM loads the model: its Transformers backend patches the trainer's classes."""
+def _register_model(model_path: str, config: PretrainedConfig) -> None:
+    """Prepare vLLM's own implementation of the model, or raise ValueError if it is not usable."""
     from vllm import ModelRegistry
 
     text_config = config.get_text_config()
@@ -372,17 +372,20 @@ def _refuse_unsupported(model_path: str, config: PretrainedConfig) -> None:
             f"--model={model_path} is a mixture of experts, whose expert weights do not arrive "
             "correctly in vLLM by a sync. Use a dense model."
         )
-    architectures = config.architectures or []
-    served_as = [
-        getattr(ModelRegistry.models.get(name), "class_name", "Transformers")
-        for name in architectures
-    ]
-    if not served_as or all(name.startswith("Transformers") for name in served_as):
-        raise ValueError(
-            f"--model={model_path}: vLLM has no implementation of {architectures} of its own. Its "
-            "generic Transformers backend patches the model classes of this process, and with them "
-            "the model in training. Use --engine=transformers."
-        )
+    for name in config.architectures or []:
+        implementation = ModelRegistry.models.get(name)
+        class_name: str = getattr(implementation, "class_name", "")
+        if implementation is None or class_name.startswith("Transformers"):
+            continue
+        # vLLM would import the class in another process first, to learn what it supports: 8 s more
+        # at the first start of each architecture. A class that is registered needs no such detour.
+        ModelRegistry.register_model(name, implementation.load_model_cls())
+        return
+    raise ValueError(
+        f"--model={model_path}: vLLM has no {config.architectures} of its own. Its Transformers "
+        "backend patches the model classes of this process, and so the model in training. "
+        "Use --engine=transformers."
+    )
 
 
 class TransformersEngine(Engine):
@@ -399,7 +402,12 @@ class TransformersEngine(Engine):
     ) -> None:
         super().__init__(dtype=dtype, max_model_len=max_model_len, device=device)
         self.max_num_seqs = max_num_seqs
-        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        # The fused attention of torch has no soft cap (Gemma 2) and would silently leave it out.
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        self.model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager" if softcap else "sdpa"
+        )
+        self.model.to(device).eval()
 
     @torch.inference_mode()
     def _generate(

@@ -200,10 +200,12 @@ def reload_vllm(worker: Any, named_tensors: Iterator[tuple[str, Tensor]]) -> Non
 
     model = worker.get_model()
     counter = _CopyCounter()
+    sent: list[str] = []
     unused: list[str] = []
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named_tensors:
+            sent.append(name)
             before = counter.copies
             yield name, tensor
             if counter.copies == before:
@@ -215,7 +217,7 @@ def reload_vllm(worker: Any, named_tensors: Iterator[tuple[str, Tensor]]) -> Non
             with counter:
                 model.load_weights(watched())
         except (ValueError, KeyError) as error:
-            raise RuntimeError(f"a synced tensor does not fit the engine: {error}") from error
+            raise RuntimeError(f"the engine has no place for the tensor {sent[-1]}") from error
         prove_complete(_missing_elements(model), unused)
         finalize_layerwise_reload(model, worker.model_config)
 

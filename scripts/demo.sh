@@ -49,7 +49,7 @@ show .venv/bin/torchrun --standalone --nproc-per-node 1 grpo.py \
   --num_steps 40 --prompts_per_step 32 --samples_per_prompt 8 \
   --max_prompt_tokens 32 --max_response_tokens 12 \
   --learning_rate 3e-4 --lr_schedule linear --warmup_steps 5 \
-  --eval_dataset "$DEMO/toy/eval.jsonl" --eval_every_steps 5 --eval_temperature 0.0
+  --eval_dataset "$DEMO/toy/eval.jsonl" --eval_every_steps 2 --eval_temperature 0.0
 seconds_grpo=$((SECONDS - started))
 
 step "Result"

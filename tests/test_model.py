@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.dist import DistEnv, setup
 from common.model import export_hf, load_model, load_tokenizer
 from common.packing import pack
 from common.weight_sync import stream_full_tensors
+from tests.tiny import make_tiny_model
 
 # Large initial weights: with transformers' default of 0.02 attention is so flat that a leak between
 # sequences would stay below the tolerance.

@@ -114,7 +114,7 @@ def test_help_names_every_flag(path: Path) -> None:
 
 
 def test_huggingface_kernels_package_and_ours_live_together(tmp_path: Path) -> None:
-    """HF's optional package `kernels` has the name of our folder and hid it, or was hidden by it."""
+    """HF's optional package `kernels` has the name of our folder: each could hide the other."""
     package = tmp_path / "kernels"
     package.mkdir()
     (package / "__init__.py").write_text("IS_HUGGINGFACE = True\n")

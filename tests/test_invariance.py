@@ -1,0 +1,76 @@
+"""Loss, gradient norm and updated weights do not depend on ranks, micro-batches or packing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch import copy_task, metrics, run
+
+LAYOUTS: dict[str, tuple[int | None, list[object]]] = {
+    "small microbatches": (None, ["--max_tokens_per_microbatch", 96]),
+    "one sequence per row": (None, ["--packing", "False"]),
+    "activation checkpointing": (None, ["--activation_checkpointing", "True"]),
+    "two ranks": (2, []),
+    "two ranks, unpacked": (2, ["--packing", "False"]),
+    "two replicas, small microbatches": (
+        2,
+        ["--replicas", 2, "--max_tokens_per_microbatch", 96],
+    ),
+}
+
+
+def check(script: str, flags: list[object], tmp_path: Path) -> list[dict[str, float]]:
+    """Run all layouts and compare them with one rank, packed. Returns the reference's metrics."""
+    reference = None
+    for name, (ranks, extra) in {"reference": (None, []), **LAYOUTS}.items():
+        out = tmp_path / name.replace(" ", "_")
+        answer = run(script, *flags, "--output_dir", out, *extra, ranks=ranks)
+        assert answer.returncode == 0, f"{name}: {answer.stderr[-3000:]}"
+        rows, weights = metrics(out), load_file(out / "final" / "model.safetensors")
+        if reference is None:
+            reference = rows, weights
+            continue
+        for row, expected in zip(rows, reference[0], strict=True):
+            for key, value in expected.items():
+                if not key.startswith(("time/", "memory/")):
+                    assert row[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{name}: {key}"
+        for key, tensor in reference[1].items():
+            assert torch.allclose(weights[key], tensor, rtol=0, atol=1e-5), f"{name}: {key}"
+    assert reference is not None
+    return reference[0]
+
+
+@pytest.mark.timeout(600)
+def test_grpo(tmp_path: Path) -> None:
+    """P13, P14, P32: gradients changed with the number of micro-batches and of ranks."""
+    model, data = copy_task(tmp_path)
+    flags: list[object] = ["--model", model, "--dataset", data, "--engine", "transformers"]
+    flags += ["--rewards", f"{tmp_path / 'reward.py'}:letters", "--num_steps", 2]
+    flags += ["--prompts_per_step", 6, "--samples_per_prompt", 3, "--num_minibatches", 2]
+    flags += ["--max_prompt_tokens", 64, "--max_response_tokens", 16, "--learning_rate", 1e-4]
+    flags += ["--kl_coef", 0.1, "--truncated_responses", "mask", "--temperature", 0.8]
+    flags += ["--export_dtype", "float32", "--eval_dataset", data, "--eval_max_prompts", 5]
+    rows = check("grpo.py", flags, tmp_path)
+    assert all(row["optim/grad_norm"] > 0.01 for row in rows[1:])
+    assert 0 < rows[1]["rollout/truncated"] < 1
+    # P42: at the first minibatch old and new log-probs are the same; later ones have moved.
+    assert rows[1]["policy/kl_old"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_sft(tmp_path: Path) -> None:
+    """P13, P14, P18, P21, P63: as above, and an evaluation that counts every row once."""
+    model, _ = copy_task(tmp_path)
+    rows = [
+        {"prompt": "12 " * (1 + i % 7), "completion": "hello " * (i % 4 + 1)} for i in range(23)
+    ]
+    data = tmp_path / "sft.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags: list[object] = ["--model", model, "--dataset", data, "--num_steps", 2]
+    flags += ["--sequences_per_step", 9, "--max_sequence_tokens", 96, "--learning_rate", 1e-4]
+    flags += ["--warmup_steps", 0, "--eval_dataset", data, "--export_dtype", "float32"]
+    logged = check("sft.py", flags, tmp_path)
+    assert logged[-1]["eval/loss"] < logged[0]["eval/loss"]
