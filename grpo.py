@@ -27,19 +27,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import PromptRow, load_prompts, stop_token_ids
 from common.dist import all_gather_objects, print0, setup, shutdown
 from common.engine import Engine, build_engine
-from common.model import export_hf, load_generation_config, load_model, load_tokenizer
+from common.logprobs import compute_logprobs
+from common.model import (
+    clip_grad_norm,
+    export_hf,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+)
 from common.packing import PackedRow, pack, plan_microbatches
 from common.rewards import RewardScorer, validate_golds
 from common.tracking import Tracker, prepare_output_dir
@@ -438,7 +445,9 @@ def rollout(
     start = time.perf_counter()
     local = None
     if dist.get_rank() % tensor_parallel == 0:  # the others hold the same completions
-        texts = [tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in completions]
+        texts = tokenizer.batch_decode(
+            [c.response_ids for c in completions], skip_special_tokens=True
+        )
         batch = scorer.score(
             [rows[prompt].prompt for prompt, _ in mine],
             texts,
@@ -496,8 +505,6 @@ class Microbatch:
     rollout_logprobs: Tensor  # f32
     old_logprobs: Tensor | None = None  # f32; None: first update, where they equal the current ones
     ref_logprobs: Tensor | None = None  # f32
-    advantages: Tensor | None = None  # f32
-    loss_mask: Tensor | None = None  # bool
 
 
 MAX_GAP_FP32 = 1e-3
@@ -612,7 +619,7 @@ def main(args: Args) -> None:
         ref_model = load_model(args.model, env, dtype=dtype, trainable=False)
 
     # ---- [4] inference engine ----
-    engine_dtype = str(dtype).removeprefix("torch.")
+    engine_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
     if args.engine_dtype != "auto":
         engine_dtype = args.engine_dtype
     engine = build_engine(
@@ -630,11 +637,10 @@ def main(args: Args) -> None:
     weight_sync = WeightSync(model, engine, bucket_bytes=args.sync_bucket_mb * 2**20)
 
     @torch.no_grad()
-    def token_logprobs(policy, microbatches: list[Microbatch]) -> list[Tensor]:
+    def token_logprobs(policy: PreTrainedModel, microbatches: list[Microbatch]) -> list[Tensor]:
         """(T,) log-probs of each packed row, by the same code as in the update."""
         return [
-            policy.logprobs(microbatch.row, temperature=args.temperature)[0]
-            for microbatch in microbatches
+            compute_logprobs(policy, m.row, temperature=args.temperature)[0] for m in microbatches
         ]
 
     def pack_microbatches(samples: Rollouts, sequence_ids: list[int]) -> list[Microbatch]:
@@ -661,7 +667,9 @@ def main(args: Args) -> None:
             microbatches.append(Microbatch(row.to(env.device), rollout_logprobs.to(env.device)))
         return microbatches
 
-    def sample(prompt_rows: list[PromptRow], stream: tuple[int, ...], what: str, **how) -> Rollouts:
+    def sample(
+        prompt_rows: list[PromptRow], stream: tuple[int, ...], what: str, **how: Any
+    ) -> Rollouts:
         """`rollout` with this run's settings."""
         return rollout(
             prompt_rows,
@@ -823,6 +831,7 @@ def main(args: Args) -> None:
         if k1_in_score:
             kl_sums = torch.zeros(args.sequences_per_step, dtype=torch.float64)  # (S,)
             for m in all_microbatches:
+                assert m.old_logprobs is not None and m.ref_logprobs is not None
                 kl = kl_estimate(m.old_logprobs, m.ref_logprobs, "k1")
                 for s, part in zip(m.row.sequence_ids, m.row.split(kl), strict=True):
                     kl_sums[s] = part.double().sum()
@@ -831,9 +840,6 @@ def main(args: Args) -> None:
         advantages = group_advantages(
             scores, args.samples_per_prompt, scale=args.advantage_scale
         )  # (S,) f32
-        for m in all_microbatches:
-            m.advantages = m.row.expand(advantages)
-            m.loss_mask = m.row.response_mask & m.row.expand(in_loss.float()).bool()
 
         # (e) update: one optimizer step per minibatch
         sums: dict[str, Tensor] = defaultdict(
@@ -845,15 +851,18 @@ def main(args: Args) -> None:
             for epoch in range(args.update_epochs):
                 for microbatches, num_loss_tokens in minibatches:
                     for m in microbatches:
-                        logprobs, entropy = model.logprobs(m.row, temperature=args.temperature)
-                        mask = m.loss_mask
+                        logprobs, entropy = compute_logprobs(
+                            model, m.row, temperature=args.temperature
+                        )
+                        token_advantages = m.row.expand(advantages)  # (T,) f32
+                        mask = m.row.response_mask & m.row.expand(in_loss).bool()  # loss_mask
                         old_logprobs = m.old_logprobs
                         if old_logprobs is None:
                             old_logprobs = logprobs.detach()
                         token_loss, ratio = policy_loss(
                             logprobs,
                             old_logprobs,
-                            m.advantages,
+                            token_advantages,
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
                         )  # (T,) f32
@@ -871,8 +880,8 @@ def main(args: Args) -> None:
                         with torch.no_grad():
                             tokens = {
                                 "entropy": entropy,
-                                "clip_low": (ratio < 1 - args.clip_low) & (m.advantages < 0),
-                                "clip_high": (ratio > 1 + args.clip_high) & (m.advantages > 0),
+                                "clip_low": (ratio < 1 - args.clip_low) & (token_advantages < 0),
+                                "clip_high": (ratio > 1 + args.clip_high) & (token_advantages > 0),
                                 "kl_old": kl_estimate(old_logprobs, logprobs, "k3"),
                             }
                             if m.ref_logprobs is not None:
@@ -889,10 +898,7 @@ def main(args: Args) -> None:
                             for name, value in tokens.items():
                                 sums[name] += torch.where(mask, value.double(), 0.0).sum()
                             sums["loss"] += loss.detach()
-                    grad_norm = torch.nn.utils.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm
-                    )
-                    grad_norm = grad_norm.full_tensor().item()  # collective: all ranks
+                    grad_norm = clip_grad_norm(model, args.max_grad_norm)
                     if not math.isfinite(grad_norm):
                         raise RuntimeError(
                             f"step {step}: gradient norm is {grad_norm}; no update was made"

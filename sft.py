@@ -30,7 +30,14 @@ import tyro
 
 from common.data import TokenRow, load_sft_rows, render_example, stop_token_ids
 from common.dist import print0, setup, shutdown
-from common.model import export_hf, load_generation_config, load_model, load_tokenizer
+from common.logprobs import compute_logprobs
+from common.model import (
+    clip_grad_norm,
+    export_hf,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+)
 from common.packing import PackedRow, pack, plan_microbatches
 from common.tracking import Tracker, prepare_output_dir
 from common.weight_sync import stream_full_tensors
@@ -283,7 +290,7 @@ def main(args: Args) -> None:
         start = time.perf_counter()
         nll = torch.zeros((), dtype=torch.float64, device=env.device)
         for row in pack_microbatches(eval_rows):
-            logprobs, _ = model.logprobs(row)
+            logprobs, _ = compute_logprobs(model, row)
             nll -= logprobs.double().sum()
         nll = nll.cpu()
         dist.all_reduce(nll)  # collective: all ranks
@@ -332,13 +339,14 @@ def main(args: Args) -> None:
         loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
         entropy_sum = torch.zeros_like(loss_sum)
         for row in microbatches:
-            logprobs, entropy = model.logprobs(row)  # (T,) f32 each, 0 where nothing is trained
+            logprobs, entropy = compute_logprobs(
+                model, row
+            )  # (T,) f32 each, 0 where nothing is trained
             loss = -logprobs.sum() / num_loss_tokens  # FSDP sums gradients over ranks
             loss.backward()
             loss_sum += loss.detach()
             entropy_sum += entropy.detach().double().sum()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        grad_norm = grad_norm.full_tensor().item()  # collective: all ranks
+        grad_norm = clip_grad_norm(model, args.max_grad_norm)
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"step {step}: gradient norm is {grad_norm}; no update was made")
         optimizer.step()

@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -253,7 +253,7 @@ class VllmEngine(Engine):
         )
         self.llm = LLM(
             model=model_path,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=cast(Any, dtype),
             # Weights of the first sync are the first: nothing on disk can hide a failed sync.
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -311,7 +311,7 @@ class VllmEngine(Engine):
                 engine.add_request(request_id, TokensPrompt(prompt_token_ids=ids), params)
                 unfinished.add(request_id)
             while unfinished:
-                outputs = engine.step()
+                outputs: list[Any] = engine.step()
                 for output in outputs:
                     sample = output.outputs[0]
                     completions[int(output.request_id)] = Completion(

@@ -1,6 +1,7 @@
 """Packed rows -> log-probs and entropy of the policy. Temperature is applied here and only here."""
 
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,28 +12,36 @@ from common.packing import PackedRow
 from kernels.logprob import fused_logprobs
 
 
-def add_logprobs_method(model: PreTrainedModel) -> None:
-    """Give the model a method `model.logprobs(row, temperature=...)`; call it after `fully_shard`.
-
-    It is a method, not a function of the model, because FSDP gathers the root's parameters (the
-    output head among them) only around calls that it knows.
-    """
-    model.logprobs = MethodType(_logprobs, model)
-    register_fsdp_forward_method(model, "logprobs")
-
-
-def _logprobs(
+def compute_logprobs(
     model: PreTrainedModel, row: PackedRow, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens of a packed row, without ever holding the logits.
+    """Log-probs of a packed row's tokens, without ever holding the logits.  # collective: all ranks
 
     Args:
-        row: (T,) tokens on the model's device; only positions in its response_mask are computed.
+        model: from `model.load_model`.
+        row: T tokens on the model's device; only positions in its response_mask are computed.
         temperature: divides the logits before the softmax.
 
     Returns:
         logprobs, entropy: (T,) f32 each, aligned to actions, 0 outside the response_mask.
     """
+    return model.packed_logprobs(row, temperature)  # pyright: ignore[reportCallIssue]
+
+
+def add_logprobs_method(model: PreTrainedModel) -> None:
+    """Attach the forward that `compute_logprobs` calls; after `fully_shard`.
+
+    It is a method of the model because FSDP gathers the root's parameters (the output head among
+    them) only around methods that it knows.
+    """
+    method: Any = MethodType(_packed_logprobs, model)
+    model.packed_logprobs = method
+    register_fsdp_forward_method(model, "packed_logprobs")
+
+
+def _packed_logprobs(
+    model: PreTrainedModel, row: PackedRow, temperature: float
+) -> tuple[Tensor, Tensor]:
     # use_cache=False and no attention_mask: either would make transformers ignore the row's
     # sequence boundaries. "packed" attention reads them from the two extra keywords.
     hidden = (
@@ -46,7 +55,7 @@ def _logprobs(
         .last_hidden_state[0]
         .contiguous()
     )  # (T, D)
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     return fused_logprobs(
         hidden,
         head.weight,

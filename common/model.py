@@ -12,7 +12,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
@@ -60,11 +63,12 @@ def packed_attention(
         raise RuntimeError("packed attention needs seqlens and no mask or dropout")
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         # One fused kernel for all sequences; it exists for 16-bit CUDA tensors only.
-        from torch.nn.attention.varlen import varlen_attn
-
         longest = max(seqlens)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, head_dim)
         output = varlen_attn(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            q,
+            k,
+            v,
             cu_seqlens,
             cu_seqlens,
             longest,
@@ -78,25 +82,26 @@ def packed_attention(
     outputs: list[Tensor] = []
     for q, k, v in zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
-        windowed = sliding_window is not None and length > sliding_window
-        mask = None
-        if windowed or softcap is not None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            if windowed:
-                mask = mask.triu(1 - sliding_window)
-        if softcap is not None:
-            outputs.append(_softcapped_attention(q, k, v, mask, scaling, softcap))
-        else:
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-                )
+        window = length if sliding_window is None else min(sliding_window, length)
+        if softcap is None and window == length:
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=True
             )
+        else:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = mask.tril().triu(1 - window)
+            if softcap is None:
+                attended = F.scaled_dot_product_attention(
+                    q, k, v, mask, scale=scaling, enable_gqa=True
+                )
+            else:
+                attended = _softcapped_attention(q, k, v, mask, scaling, softcap)
+        outputs.append(attended)
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float
 ) -> Tensor:
     """Attention of one sequence with soft-capped scores; no fused kernel offers the cap."""
     groups = q.shape[1] // k.shape[1]
@@ -165,7 +170,7 @@ def load_model(
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(f"--model={name}: no model found ({error})") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"--model={name}: model type {config.model_type!r} is not a causal LM")
     if hasattr(config, "vision_config"):
         raise ValueError(f"--model={name}: {config.model_type!r} takes images; text models only")
@@ -189,7 +194,7 @@ def load_model(
         # With one shard there is nothing to free between forward and backward.
         reshard_after_forward=env.mesh["shard"].size() > 1,
     )
-    layer_classes = set(model._no_split_modules or ())
+    layer_classes: set[str] = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
     for module in list(model.modules()):
         if type(module).__name__ in layer_classes:
             fully_shard(module, **options)
@@ -216,14 +221,16 @@ def load_model(
 
 def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv) -> None:
     """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads."""
-    full: PreTrainedModel | None = None
+    state: dict[str, Any] = {}
     failure: str | None = None
     buffers: dict[str, Tensor] = {}
     if env.rank == 0:
         try:
-            full, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=model.dtype, output_loading_info=True
             )
+            full, report = loaded
+            state = full.state_dict()
             if report["missing_keys"]:  # transformers would go on with random values
                 failure = f"the checkpoint lacks {sorted(report['missing_keys'])[:3]}"
             # Buffers that no checkpoint stores (rotary frequencies) are lost on the meta device.
@@ -238,12 +245,22 @@ def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv) -> None:
         raise ValueError(f"--model={name}: {failure}")
     set_model_state_dict(
         model,
-        full.state_dict() if full is not None else {},
+        state,
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True),
     )
     for key, value in buffers.items():
         module_name, _, leaf = key.rpartition(".")
         setattr(model.get_submodule(module_name), leaf, value.to(env.device))
+
+
+def clip_grad_norm(model: PreTrainedModel, max_norm: float) -> float:
+    """Scale all gradients down to a global norm; returns the norm before.  # collective: all ranks
+
+    Call it after the last backward of an optimizer step. The norm is over all shards, so every
+    rank gets the same number and scales by the same factor.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def export_hf(

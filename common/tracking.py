@@ -23,7 +23,8 @@ def prepare_output_dir(output_dir: str, *, overwrite: bool) -> Path:
         raise ValueError(f"--output_dir={output_dir} is a file")
     if (path / "metrics.jsonl").exists() and not overwrite:
         raise ValueError(
-            f"--output_dir={output_dir} holds a run already; choose another or pass --overwrite True"
+            f"--output_dir={output_dir} holds a run already; "
+            "choose another or pass --overwrite True"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)

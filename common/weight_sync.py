@@ -80,15 +80,10 @@ def stream_full_tensors(
     for names, parameter in _named_parameters(model, alias_lm_head):
         group = _shard_group(parameter)
         if group is None:
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        elif group.size() == 1:
-            full = parameter.to_local()
-        else:
-            full = None
-        if full is not None:
-            full = full.to(dtype)
+            full = _whole(parameter).to(dtype)
             yield from ((name, full.detach()) for name in names)
             continue
+        assert isinstance(parameter, DTensor)
         shard = _Shard(names, parameter, chunk_rows=-(-parameter.shape[0] // group.size()))
         total_bytes = (bucket.numel + shard.numel) * group.size() * dtype.itemsize
         if bucket.shards and (bucket.group != group or total_bytes > bucket_bytes):
@@ -147,13 +142,21 @@ class _Bucket:
 
 
 def _shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The group over which dim 0 is split, or None if a bucket does not apply."""
+    """The ranks that hold the parts of dim 0, or None if this is not how the tensor is laid out."""
     if not isinstance(parameter, DTensor):
         return None
     sharded = [i for i, p in enumerate(parameter.placements) if not p.is_replicate()]
     if len(sharded) != 1 or parameter.placements[sharded[0]] != Shard(0):
         return None
-    return parameter.device_mesh.get_group(sharded[0])
+    group = parameter.device_mesh.get_group(sharded[0])
+    return group if group.size() > 1 else None
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """The full tensor of a parameter that no bucket gathers."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
 
 
 def _named_parameters(model: nn.Module, alias_lm_head: bool) -> Iterator[tuple[list[str], Tensor]]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.dist import DistEnv, setup
+from common.logprobs import compute_logprobs
 from common.model import export_hf, load_model, load_tokenizer
 from common.packing import pack
 from common.weight_sync import stream_full_tensors
@@ -71,7 +72,7 @@ def test_packed_logprobs_and_gradients_equal_plain_ones(
     ).eval()
     ids, masks = sequences()
     row = pack(range(len(ids)), ids, masks)
-    logprobs, entropy = model.logprobs(row, temperature=0.7)
+    logprobs, entropy = compute_logprobs(model, row, temperature=0.7)
     logprobs.sum().backward()
 
     expected, expected_entropy = [], []
@@ -100,10 +101,12 @@ def test_sequences_of_a_row_do_not_see_each_other(tmp_path: Path, env: DistEnv) 
     )
     ids, masks = sequences()
     with torch.no_grad():
-        before = model.logprobs(pack(range(5), ids, masks))[0].split([len(s) for s in ids])
+        before = compute_logprobs(model, pack(range(5), ids, masks))[0].split([len(s) for s in ids])
         other = copy.deepcopy(ids)
         other[1] = [(token + 1) % 320 for token in other[1]]
-        after = model.logprobs(pack(range(5), other, masks))[0].split([len(s) for s in ids])
+        after = compute_logprobs(model, pack(range(5), other, masks))[0].split(
+            [len(s) for s in ids]
+        )
     for i in (0, 2, 3, 4):
         assert torch.equal(before[i], after[i])
     assert not torch.allclose(before[1], after[1])
@@ -116,7 +119,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, env: DistEnv) 
     gradients = []
     for checkpointing in (False, True):
         model = load_model(path, env, dtype=torch.float32, activation_checkpointing=checkpointing)
-        model.logprobs(row)[0].sum().backward()
+        compute_logprobs(model, row)[0].sum().backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -128,7 +131,7 @@ def test_dropout_is_off(tmp_path: Path, env: DistEnv) -> None:
         model = load_model(str(path), env, dtype=torch.float32, activation_checkpointing=True)
         ids, masks = sequences()
         row = pack(range(5), ids, masks)
-        assert torch.equal(model.logprobs(row)[0], model.logprobs(row)[0])
+        assert torch.equal(compute_logprobs(model, row)[0], compute_logprobs(model, row)[0])
 
 
 def test_masters_are_float32_and_small_updates_arrive(tmp_path: Path, env: DistEnv) -> None:
@@ -138,7 +141,7 @@ def test_masters_are_float32_and_small_updates_arrive(tmp_path: Path, env: DistE
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, weight_decay=0.0)
     ids, masks = sequences()
     for _ in range(10):
-        (-model.logprobs(pack(range(5), ids, masks))[0].sum()).backward()
+        (-compute_logprobs(model, pack(range(5), ids, masks))[0].sum()).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         optimizer.step()
         optimizer.zero_grad()
@@ -152,8 +155,8 @@ def test_bf16_compute_stays_close_to_float32(tmp_path: Path, env: DistEnv) -> No
     ids, masks = sequences()
     row = pack(range(5), ids, masks)
     with torch.no_grad():
-        exact = load_model(path, env, dtype=torch.float32).logprobs(row)[0]
-        rounded, entropy = load_model(path, env, dtype=torch.bfloat16).logprobs(row)
+        exact = compute_logprobs(load_model(path, env, dtype=torch.float32), row)[0]
+        rounded, entropy = compute_logprobs(load_model(path, env, dtype=torch.bfloat16), row)
     assert rounded.dtype == entropy.dtype == torch.float32
     assert (exact - rounded).abs().max() < 0.03
 
@@ -210,6 +213,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 import common
 from common.dist import setup
+from common.logprobs import compute_logprobs
 from common.model import load_model
 from common.packing import pack
 replicas = int(sys.argv[3])
@@ -219,7 +223,7 @@ sys.path.insert(0, "tests/..")
 from tests.test_model import sequences
 ids, masks = sequences()
 mine = [[0, 3], [1, 2, 4]][env.rank] if env.world_size == 2 else list(range(5))
-logprobs, _ = model.logprobs(pack(mine, [ids[i] for i in mine], [masks[i] for i in mine]))
+logprobs, _ = compute_logprobs(model, pack(mine, [ids[i] for i in mine], [masks[i] for i in mine]))
 (-logprobs.sum() / 70).backward()
 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
 gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
