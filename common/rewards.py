@@ -561,6 +561,13 @@ class _Worker(threading.Thread):
 
 def worker_main() -> None:
     """Entry point of a worker process; never returns."""
+    try:
+        _serve()
+    except (EOFError, BrokenPipeError):  # the trainer is gone already
+        os._exit(0)
+
+
+def _serve() -> None:
     # Frames go over private copies of the pipes: `print` and `input` in a reward cannot touch them.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -55,11 +55,12 @@ fully_shard(model, reshard_after_forward=False)
 engine = make_engine(Path(sys.argv[1]), "vllm")
 weight_sync = WeightSync(model, engine, bucket_bytes=2**16)
 weight_sync.sync()
+shards = list(model.parameters())
 with torch.no_grad():
     model(input_ids=torch.tensor([[5, 6, 7]]))
-    model.reshard()
-    for parameter in model.parameters():
-        parameter.mul_(1.5)
+    assert not all(isinstance(p, DTensor) for p in model.parameters())
+    for shard in shards:
+        shard.mul_(1.5)
 weight_sync.sync()
 whole = load_trainer(Path(sys.argv[1]))
 with torch.no_grad():

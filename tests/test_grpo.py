@@ -1,0 +1,217 @@
+"""grpo.py as users run it, on real vLLM: reproducible, resumable by eye, loud when it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.launch import command, copy_task, metrics, run, same_every_time
+
+
+def flags(folder: Path, **overrides: object) -> list[object]:
+    """A run of two steps in a few seconds."""
+    settings: dict[str, object] = {
+        "model": folder / "model",
+        "dataset": folder / "data.jsonl",
+        "rewards": f"{folder / 'reward.py'}:letters",
+        "output_dir": folder / "run",
+        "num_steps": 2,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_prompt_tokens": 64,
+        "max_response_tokens": 16,
+        "learning_rate": 1e-3,
+        "engine_kv_cache_gb": 0.1,
+        "timeout_s": 60,
+    } | overrides
+    return [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    copy_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(task: Path) -> Path:
+    """A finished run of one rank under torchrun."""
+    out = task / "finished"
+    extra = {"output_dir": out, "eval_dataset": task / "data.jsonl", "eval_max_prompts": 6}
+    extra |= {"eval_samples_per_prompt": 4, "eval_temperature": 0.7, "num_minibatches": 2}
+    shared_memory = set(os.listdir("/dev/shm"))
+    answer = run("grpo.py", *flags(task, **extra), ranks=1)
+    assert answer.returncode == 0, answer.stderr
+    assert "Traceback" not in answer.stderr and "Error" not in answer.stderr
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    return out
+
+
+def test_output_is_complete(finished: Path) -> None:
+    rows = metrics(finished)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"eval/accuracy", "eval/pass_at_2", "eval/pass_at_4"} <= set(rows[0])
+    assert json.loads((finished / "args.json").read_text())["world_size"] == 1
+    for row in rows[1:]:
+        assert 0 <= row["rollout/logprob_gap_max"] < 1e-4
+        assert None not in row.values()
+    samples = [
+        json.loads(line)
+        for line in (finished / "rollouts" / "step_2.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 16
+    for sample in samples:
+        assert len(sample["response_ids"]) == len(sample["rollout_logprobs"]) <= 16
+        assert sample["truncated"] == (sample["response_ids"][-1] % 16 != 1)
+    # P57: every sample of a step is its own draw.
+    assert len({tuple(sample["response_ids"]) for sample in samples}) > 12
+    assert not list(finished.glob("*.partial"))
+
+
+def test_plain_python_gives_the_same_numbers(task: Path, finished: Path) -> None:
+    """The same seed, bit for bit: without torchrun, and in a second process."""
+    extra = {"output_dir": task / "again", "eval_dataset": task / "data.jsonl"}
+    extra |= {"eval_max_prompts": 6, "eval_samples_per_prompt": 4, "eval_temperature": 0.7}
+    answer = run("grpo.py", *flags(task, num_minibatches=2, **extra))
+    assert answer.returncode == 0, answer.stderr
+    assert list(map(same_every_time, metrics(task / "again"))) == list(
+        map(same_every_time, metrics(finished))
+    )
+    for name in ("final/model.safetensors", "rollouts/step_1.jsonl", "rollouts/step_2.jsonl"):
+        assert (task / "again" / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_two_ranks_and_two_jobs_at_once(task: Path, finished: Path) -> None:
+    """P78: two jobs on one host took the same port. And two ranks must be the same algorithm."""
+    jobs = []
+    for name, ranks in (("two", 2), ("one", None)):
+        extra = {"output_dir": task / name, "eval_dataset": task / "data.jsonl"}
+        extra |= {"eval_max_prompts": 6, "eval_samples_per_prompt": 4, "eval_temperature": 0.7}
+        line = command("grpo.py", *flags(task, num_minibatches=2, **extra), ranks=ranks)
+        jobs.append(subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+    for job in jobs:
+        _, errors = job.communicate(timeout=240)
+        assert job.returncode == 0, errors.decode()
+    for two, one in zip(metrics(task / "two"), metrics(finished), strict=True):
+        for key, value in same_every_time(one).items():
+            assert two[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
+def test_final_checkpoint_serves_the_same_greedy_text(task: Path, finished: Path) -> None:
+    """The checkpoint as it lies: transformers and a fresh vLLM agree on it."""
+    prompt = [7, 30, 8, 31]
+    code = (
+        "import json, os, sys, common, torch, torch.distributed as dist\n"
+        "from vllm import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=64,\n"
+        "          kv_cache_memory_bytes=2**26)\n"
+        "out = llm.generate({'prompt_token_ids': json.loads(sys.argv[2])},\n"
+        "                   SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)\n"
+        "print('IDS', json.dumps(list(out[0].outputs[0].token_ids)))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(finished / "final"), json.dumps(prompt)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert answer.returncode == 0, answer.stderr
+    served = json.loads(answer.stdout.split("IDS")[1])
+    model = AutoModelForCausalLM.from_pretrained(finished / "final", dtype=torch.float32)
+    plain = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
+    assert served == plain[0, len(prompt) :].tolist()
+    assert AutoTokenizer.from_pretrained(finished / "final").decode(served) is not None
+
+
+def fails(task: Path, message: str, ranks: int | None = None, **overrides: object) -> str:
+    """Run into an error; it must be told once, with a non-zero exit, and leave nothing whole."""
+    out = task / "failing"
+    settings = {"output_dir": out, "overwrite": True, "engine": "transformers"} | overrides
+    answer = run("grpo.py", *flags(task, **settings), ranks=ranks, timeout=120)
+    assert answer.returncode != 0
+    text = answer.stderr + answer.stdout
+    assert text.count(message) == 1, text
+    assert not (out / "final").exists()
+    return text
+
+
+def test_bad_flags_and_files_are_one_clear_message(task: Path) -> None:
+    (task / "empty.jsonl").write_text("")
+    (task / "long.jsonl").write_text(json.dumps({"prompt": "a" * 500, "answer": "b"}) + "\n")
+    (task / "broken.py").write_text(
+        "def f(prompts, completions, **columns):\n    raise KeyError(3)\n"
+    )
+    for message, overrides in {
+        "--num_minibatches=3 must divide --prompts_per_step=4": {"num_minibatches": 3},
+        "empty.jsonl": {"dataset": task / "empty.jsonl"},
+        "missing.jsonl": {"dataset": task / "missing.jsonl"},
+        "too_long": {"dataset": task / "long.jsonl"},
+        "KeyError: 3": {"rewards": f"{task / 'broken.py'}:f"},
+        "context of": {"max_response_tokens": 4000},
+        "has no no_such_function": {"rewards": f"{task / 'broken.py'}:no_such_function"},
+        "no tokenizer found": {"model": task / "nowhere"},
+    }.items():
+        text = fails(task, message, **overrides)
+        if "KeyError" not in message:
+            assert "Traceback" not in text, text
+
+
+def test_an_error_on_one_rank_ends_all(task: Path) -> None:
+    """P63, P64: one rank raised and the others waited in a collective until the time-out."""
+    (task / "rank1.py").write_text(
+        "import os\n"
+        "def f(prompts, completions, **columns):\n"
+        "    if os.getppid() and os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('only on rank one')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    start = time.monotonic()
+    text = fails(
+        task, "only on rank one", 2, rewards=f"{task / 'rank1.py'}:f", max_reward_failures=0.1
+    )
+    assert time.monotonic() - start < 60
+    assert text.count("Traceback (most recent call last)") <= 3, (
+        text
+    )  # ours, the reward's, torchrun's
+
+
+def test_a_killed_rank_ends_the_job(task: Path) -> None:
+    """kill -9 of one rank: the job ends with an error, soon, and nothing looks finished."""
+    out = task / "killed"
+    line = command(
+        "grpo.py",
+        *flags(task, output_dir=out, num_steps=500, engine="transformers", timeout_s=30),
+        ranks=2,
+    )
+    job = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or not metrics(out):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    victims = [
+        int(pid) for pid in children if "grpo.py" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(victims) == 2
+    os.kill(max(victims), signal.SIGKILL)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert "SIGKILL" in errors
+    assert not (out / "final").exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+
+
+def test_a_finished_run_is_not_overwritten_by_accident(task: Path, finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    answer = run("grpo.py", *flags(task, output_dir=finished, engine="transformers"))
+    assert answer.returncode != 0 and "--overwrite" in answer.stderr
+    assert (finished / "metrics.jsonl").read_bytes() == before
