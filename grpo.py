@@ -472,8 +472,8 @@ def rollout(
             place[key] = (part_completions[i], part_texts[i], batch.scores[i], components)
     ordered = [place[key] for key in sorted(place)]
     if exceptions + timeouts > max_failures * len(ordered):
-        raise RuntimeError(
-            f"{exceptions} reward calls raised and {timeouts} timed out for {len(ordered)} "
+        raise ValueError(
+            f"--rewards: {exceptions} calls raised and {timeouts} timed out for {len(ordered)} "
             f"samples, more than --max_reward_failures={max_failures} allows. "
             f"The first:\n{first_traceback or 'a time-out (--reward_timeout_s)'}"
         )

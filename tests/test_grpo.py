@@ -176,7 +176,11 @@ def test_an_error_on_one_rank_ends_all(task: Path) -> None:
     )
     start = time.monotonic()
     text = fails(
-        task, "only on rank one", 2, rewards=f"{task / 'rank1.py'}:f", max_reward_failures=0.1
+        task,
+        "RuntimeError: only on rank one",
+        2,
+        rewards=f"{task / 'rank1.py'}:f",
+        max_reward_failures=0.1,
     )
     assert time.monotonic() - start < 60
     assert text.count("Traceback (most recent call last)") <= 3, (
