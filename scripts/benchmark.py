@@ -1,0 +1,260 @@
+"""Speed of our scripts against a peer's, alternately on the same machine, model, data and batch.
+
+    python scripts/benchmark.py grpo --rounds 3
+
+One optimizer step on P x G completions of a random 3.3M-parameter Qwen3, which hardly ever stops
+early, so both sides sample the same number of tokens. The first steps of every run are dropped.
+Numbers in the README come from here: medians over rounds and ratios within a round, because the
+speed of a shared machine drifts.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED_STEPS = 3
+RACE_OPTIONS = ("steps", "prompts", "samples", "tokens", "threads", "dtype")
+REWARD = (
+    "def reward(prompts, completions, answer, **columns):\n"
+    "    return [1.0 if c.strip().startswith(a) else 0.1 * (a[0] in c)\n"
+    "            for c, a in zip(completions, answer)]\n"
+)
+
+
+def make_task(folder: Path) -> None:
+    """Model, prompts and reward of the race, deterministic."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["hello world 1 + 2 = 3"] * 100, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    generator = random.Random(0)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(2000):
+            a, b = generator.randrange(100), generator.randrange(100)
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+
+
+def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """One run of grpo.py; mean seconds per step, by phase."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    flags: dict[str, Any] = {
+        "model": folder / "model",
+        "dataset": folder / "prompts.jsonl",
+        "rewards": f"{folder / 'reward.py'}:reward",
+        "output_dir": folder / "ours",
+        "overwrite": True,
+        "num_steps": options.steps,
+        "prompts_per_step": options.prompts,
+        "samples_per_prompt": options.samples,
+        "max_prompt_tokens": 16,
+        "max_response_tokens": options.tokens,
+        "learning_rate": 1e-4,
+        "dtype": options.dtype,
+    }
+    line = [*launcher, str(ROOT / "grpo.py")]
+    line += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, options.threads // ranks))}
+    subprocess.run(line, env=environment, check=True, stdout=subprocess.DEVNULL)
+    rows = [json.loads(row) for row in (folder / "ours" / "metrics.jsonl").open()]
+    rows = [row for row in rows if row["step"] > SKIPPED_STEPS]
+    result = {
+        key.removeprefix("time/"): statistics.mean(row[key] for row in rows)
+        for key in rows[0]
+        if key.startswith("time/") and key.endswith("_s") and "tokens" not in key
+    }
+    sampled = options.prompts * options.samples
+    result["tokens"] = statistics.mean(row["rollout/response_tokens"] for row in rows) * sampled
+    return result | {"peak_gb": rows[-1]["memory/peak_gb"]}
+
+
+def trl(folder: Path, options: argparse.Namespace, *, vllm: bool) -> dict[str, Any]:
+    """One run of TRL's GRPOTrainer in a fresh process; mean seconds per step."""
+    settings = {name: getattr(options, name) for name in RACE_OPTIONS}
+    settings |= {"folder": str(folder), "vllm": vllm}
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    answer = subprocess.run(
+        [sys.executable, __file__, "--trl", json.dumps(settings)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if answer.returncode:
+        sys.exit(answer.stderr[-3000:])
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def run_trl(settings: dict[str, Any]) -> None:
+    """The peer's side, with its fastest CPU settings; prints one JSON line."""
+    import resource
+
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    if settings["vllm"]:
+        # TRL's weight sync cannot write to the packed weights of vLLM's CPU build; plain ones work.
+        import vllm.model_executor.layers.utils as layers
+
+        def keep_plain(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = torch.nn.functional.linear
+
+        layers.dispatch_cpu_unquantized_gemm = keep_plain
+    folder = Path(settings["folder"])
+    namespace: dict[str, Any] = {}
+    exec((folder / "reward.py").read_text(), namespace)
+    seconds: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+            tokens.append(0)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    class Counted(GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens[-1] += int(inputs["completion_mask"].sum())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    engine: dict[str, Any] = {"use_vllm": False}
+    if settings["vllm"]:
+        engine = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.3,
+            "vllm_max_model_length": 16 + settings["tokens"],
+            "vllm_importance_sampling_correction": True,
+        }
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=settings["steps"],
+        per_device_train_batch_size=settings["prompts"] * settings["samples"],
+        num_generations=settings["samples"],
+        max_completion_length=settings["tokens"],
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        beta=0.0,
+        temperature=1.0,
+        bf16=settings["dtype"] == "bfloat16",
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1000,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        **engine,
+    )
+    data = load_dataset(
+        "json",
+        data_files=str(folder / "prompts.jsonl"),
+        split="train",
+        cache_dir=str(folder / "cache"),
+    )
+    trainer = Counted(
+        model=str(folder / "model"),
+        args=config,
+        train_dataset=data,
+        reward_funcs=namespace["reward"],
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    result = {"step_s": statistics.mean(seconds[SKIPPED_STEPS:]), "peak_gb": peak}
+    print(json.dumps(result | {"tokens": statistics.mean(tokens[SKIPPED_STEPS:])}), flush=True)
+    os._exit(0)  # vLLM's teardown under TRL prints a traceback
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=["grpo"], default="grpo")
+    parser.add_argument("--rounds", type=int, default=3, help="every side runs once per round")
+    parser.add_argument("--steps", type=int, default=12, help=f"the first {SKIPPED_STEPS} dropped")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="longest completion")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
+    parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trl is not None:
+        run_trl(options.trl)
+        return
+    folder: Path = options.output_dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    make_task(folder)
+    sides = {
+        "unroll, 1 rank": lambda: ours(folder, options, 1),
+        "unroll, 2 ranks": lambda: ours(folder, options, 2),
+        "TRL, vLLM": lambda: trl(folder, options, vllm=True),
+        "TRL, transformers": lambda: trl(folder, options, vllm=False),
+    }
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for number in range(options.rounds):
+        for name, side in sides.items():
+            results[name].append(side())
+            row = {key: round(value, 3) for key, value in results[name][-1].items()}
+            print(f"round {number + 1}  {name:18} {row}", flush=True)
+    print("\nmedian over rounds of the time of a step; ratio to the peer in the same round")
+    for name in sides:
+        steps = [result["step_s"] for result in results[name]]
+        line = f"{name:18} {statistics.median(steps):7.3f} s"
+        for peer in ("TRL, vLLM", "TRL, transformers"):
+            pairs = zip(results[peer], results[name], strict=True)
+            ratio = statistics.median(p["step_s"] / o["step_s"] for p, o in pairs)
+            line += f"   {ratio:5.2f}x {peer}"
+        print(line)
+    (folder / "grpo.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
