@@ -1,5 +1,6 @@
 """Hugging Face weights -> FSDP2-sharded model with attention for packed rows -> HF checkpoint."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,15 @@ def packed_attention(
         )
         assert isinstance(output, Tensor)
         return output[None], None
+    # Runs of sequences of one length are a batch; the planner puts equal lengths side by side.
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(seqlens)]
+    tokens = [length * count for length, count in runs]
     outputs: list[Tensor] = []
-    for q, k, v in zip(*(x.split(seqlens, dim=2) for x in (query, key, value)), strict=True):
-        length = q.shape[2]
+    for (length, count), *qkv in zip(
+        runs, *(x[0].split(tokens, dim=1) for x in (query, key, value)), strict=True
+    ):
+        # from (heads, tokens, head_dim) to (count, heads, length, head_dim)
+        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in qkv)
         window = length if sliding_window is None else min(sliding_window, length)
         if softcap is None and window == length:
             attended = F.scaled_dot_product_attention(
@@ -96,14 +103,14 @@ def packed_attention(
                 )
             else:
                 attended = _softcapped_attention(q, k, v, mask, scaling, softcap)
-        outputs.append(attended)
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (count * length, heads, head_dim)
+    return torch.cat(outputs)[None], None
 
 
 def _softcapped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention of one sequence with soft-capped scores; no fused kernel offers the cap."""
+    """Attention with soft-capped scores, batched; no fused kernel offers the cap."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)

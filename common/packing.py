@@ -42,8 +42,8 @@ def plan_microbatches(
         packing: False puts one sequence in each micro-batch.
 
     Returns:
-        [rank][micro-batch] -> sorted sequence indices. Each index occurs once. Lists may be empty
-        (`pack` makes a dummy row of them); largest micro-batches first, so that a micro-batch too
+        [rank][micro-batch] -> sequence indices, shortest first. Each index occurs once. Lists may
+        be empty (`pack` makes a dummy row of them); largest micro-batches first, so that one too
         large for the memory shows at once.
 
     Raises:
@@ -67,7 +67,11 @@ def plan_microbatches(
     largest_first = sorted(range(len(bins)), key=lambda b: -loads[b])
     plan: list[list[list[int]]] = [[] for _ in range(world_size)]
     for start in range(0, len(bins), world_size):
-        group = [sorted(bins[b]) for b in largest_first[start : start + world_size]]
+        # Equal lengths side by side: attention handles a run of them in one call.
+        group = [
+            sorted(bins[b], key=lambda i: (lengths[i], i))
+            for b in largest_first[start : start + world_size]
+        ]
         # Alternate the direction, or rank 0 would get the largest one every time.
         if start // world_size % 2:
             group.reverse()

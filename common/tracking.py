@@ -98,6 +98,16 @@ class Tracker:
         }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        self._progress.update(self._task, completed=step)
+        if self._wandb is not None:
+            try:
+                self._wandb.log(dict(metrics), step=step)
+            except Exception as error:  # noqa: BLE001  whatever a tracker raises, training goes on
+                print(f"wandb stopped: {error}", file=sys.stderr)
+                self._wandb = None
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if step > 3 and step % max(1, self._total_steps // 20) and not evaluated:
+            return  # about twenty lines a run; metrics.jsonl has them all
         cells = [
             f"{label} {_short(metrics[name])}"
             for label, name in self._columns.items()
@@ -108,13 +118,6 @@ class Tracker:
             highlight=False,
             soft_wrap=True,
         )
-        self._progress.update(self._task, completed=step)
-        if self._wandb is not None:
-            try:
-                self._wandb.log(dict(metrics), step=step)
-            except Exception as error:  # noqa: BLE001  whatever a tracker raises, training goes on
-                print(f"wandb stopped: {error}", file=sys.stderr)
-                self._wandb = None
 
     def dump_samples(self, name: str, samples: Iterable[Mapping[str, Any]]) -> None:
         """Write `rollouts/<name>.jsonl`, one sample a line."""

@@ -57,8 +57,8 @@ def make_task(folder: Path) -> None:
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
