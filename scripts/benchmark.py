@@ -46,7 +46,7 @@ def make_task(folder: Path) -> None:
     )
     bpe.train_from_iterator(["hello world 1 + 2 = 3"] * 100, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
-    pad, eos = (int(bpe.token_to_id(token)) for token in ("<pad>", "<eos>"))
+    pad, eos = 0, 1  # special tokens come first
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=512,
