@@ -113,7 +113,7 @@ class Args:
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: the trainer's compute dtype"""
     engine_tensor_parallel: int = 1
-    """GPU only: neighbouring ranks that share one engine; must divide the ranks"""
+    """neighbouring ranks that share one engine; must divide the ranks (vllm only)"""
     engine_max_sequences: int = 256
     """sequences an engine decodes at once (per rank)"""
     engine_gpu_memory: float = 0.4
@@ -259,10 +259,11 @@ class Args:
                 f"--eval_samples_per_prompt={self.eval_samples_per_prompt} greedy samples would be "
                 "the same; set --eval_temperature"
             )
-        if int(os.environ.get("WORLD_SIZE", 1)) % self.engine_tensor_parallel:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if world_size % self.engine_tensor_parallel:
             raise ValueError(
-                f"--engine_tensor_parallel={self.engine_tensor_parallel} must divide the "
-                f"{os.environ['WORLD_SIZE']} ranks"
+                f"--engine_tensor_parallel={self.engine_tensor_parallel} must divide the number "
+                f"of ranks, {world_size}"
             )
 
 
@@ -555,32 +556,28 @@ def main(args: Args) -> None:
     )
 
     # ---- [2] data ----
-    rows, dropped = load_prompts(
-        list(args.dataset),
-        tokenizer,
-        max_prompt_tokens=args.max_prompt_tokens,
-        system_prompt=args.system_prompt,
-        prompt_format=args.prompt_format,
-        split=args.dataset_split,
-    )
-    rows, unverifiable = validate_golds(args.rewards, rows)
-    scorer.wait_ready()  # a reward file that does not import ends the run here
-    print0(f"dataset: {len(rows)} prompts, dropped {dropped | unverifiable or 'none'}")
-    print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
-    eval_rows: list[PromptRow] = []
-    if args.eval_dataset:
-        eval_rows, dropped = load_prompts(
-            list(args.eval_dataset),
+    def load(paths: tuple[str, ...], split: str, flag: str) -> list[PromptRow]:
+        """Prompts that fit and whose answer the rewards can use; what was dropped is printed."""
+        rows, dropped = load_prompts(
+            list(paths),
             tokenizer,
             max_prompt_tokens=args.max_prompt_tokens,
             system_prompt=args.system_prompt,
             prompt_format=args.prompt_format,
-            split=args.eval_split,
-            flag="--eval_dataset",
+            split=split,
+            flag=flag,
         )
-        eval_rows, unverifiable = validate_golds(args.rewards, eval_rows)
+        rows, unverifiable = validate_golds(args.rewards, rows)
+        print0(f"{flag}: {len(rows)} prompts, dropped {dropped | unverifiable or 'none'}")
+        return rows
+
+    rows = load(args.dataset, args.dataset_split, "--dataset")
+    print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
+    eval_rows: list[PromptRow] = []
+    if args.eval_dataset:
+        eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
         eval_rows = eval_rows[: args.eval_max_prompts]
-        print0(f"eval: {len(eval_rows)} prompts, dropped {dropped | unverifiable or 'none'}")
+    scorer.wait_ready()  # a reward file that does not import ends the run here
 
     # ---- [3] models and optimizer ----
     # -- shared: model and optimizer --
@@ -967,7 +964,7 @@ def main(args: Args) -> None:
                 {
                     "prompt": rows[indices[s // args.samples_per_prompt]].prompt,
                     "response": samples.responses[s],
-                    "score": samples.scores[s].item(),
+                    "score": samples.scores[s].item() if samples.scores[s].isfinite() else None,
                     "advantage": advantages[s].item(),
                     "truncated": bool(samples.truncated[s]),
                     "prompt_ids": samples.prompt_ids[s],

@@ -212,28 +212,25 @@ def main(args: Args) -> None:
     # -- end shared --
 
     # ---- [2] data ----
-    rows, dropped = load_sft_rows(
-        list(args.dataset),
-        tokenizer,
-        max_tokens=args.max_sequence_tokens,
-        system_prompt=args.system_prompt,
-        prompt_format=args.prompt_format,
-        split=args.dataset_split,
-    )
-    print0(f"dataset: {len(rows)} sequences, dropped {dropped or 'none'}")
-    print0(f"first sequence, trained tokens marked: {render_example(rows[0], tokenizer)}")
-    eval_rows: list[TokenRow] = []
-    if args.eval_dataset:
-        eval_rows, dropped = load_sft_rows(
-            list(args.eval_dataset),
+    def load(paths: tuple[str, ...], split: str, flag: str) -> list[TokenRow]:
+        """Sequences that fit and have something to train; what was dropped is printed."""
+        rows, dropped = load_sft_rows(
+            list(paths),
             tokenizer,
             max_tokens=args.max_sequence_tokens,
             system_prompt=args.system_prompt,
             prompt_format=args.prompt_format,
-            split=args.eval_split,
-            flag="--eval_dataset",
+            split=split,
+            flag=flag,
         )
-        print0(f"eval: {len(eval_rows)} sequences, dropped {dropped or 'none'}")
+        print0(f"{flag}: {len(rows)} sequences, dropped {dropped or 'none'}")
+        return rows
+
+    rows = load(args.dataset, args.dataset_split, "--dataset")
+    print0(f"first sequence, trained tokens marked: {render_example(rows[0], tokenizer)}")
+    eval_rows: list[TokenRow] = []
+    if args.eval_dataset:
+        eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
 
     # ---- [3] models and optimizer ----
     # -- shared: model and optimizer --

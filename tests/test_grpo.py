@@ -105,6 +105,18 @@ def test_two_ranks_and_two_jobs_at_once(task: Path, finished: Path) -> None:
             assert two[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
+def test_tensor_parallel_engine(task: Path, finished: Path) -> None:
+    """Two ranks share one engine: the same samples and updates as with an engine each."""
+    extra = {"output_dir": task / "tp", "eval_dataset": task / "data.jsonl", "eval_max_prompts": 6}
+    extra |= {"eval_samples_per_prompt": 4, "eval_temperature": 0.7, "num_minibatches": 2}
+    extra |= {"engine_tensor_parallel": 2}
+    answer = run("grpo.py", *flags(task, **extra), ranks=2)
+    assert answer.returncode == 0, answer.stderr
+    for ours, expected in zip(metrics(task / "tp"), metrics(finished), strict=True):
+        for key, value in same_every_time(expected).items():
+            assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
 def test_final_checkpoint_serves_the_same_greedy_text(task: Path, finished: Path) -> None:
     """The checkpoint as it lies: transformers and a fresh vLLM agree on it."""
     prompt = [7, 30, 8, 31]
