@@ -119,9 +119,8 @@ def _report_first_error(
     raised_in = traceback.extract_tb(trace)[-1].filename if trace else ""
     ours = raised_in.startswith(_REPOSITORY) and "site-packages" not in raised_in
     if not first:
-        print(
-            f"[rank {rank}] stopped as well: {kind.__name__}: {str(error)[:200]}", file=sys.stderr
-        )
+        reason = str(error).partition("\n")[0][:100]
+        print(f"[rank {rank}] stopped as well: {kind.__name__}: {reason}", file=sys.stderr)
     elif issubclass(kind, ValueError) and ours:
         print(f"[rank {rank}] error: {error}", file=sys.stderr)
     else:
