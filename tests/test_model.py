@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.dist import DistEnv, setup
 from common.logprobs import compute_logprobs
-from common.model import export_hf, load_model, load_tokenizer
+from common.model import export_hf, load_model, load_tokenizer, packed_attention
 from common.packing import pack
 from common.weight_sync import stream_full_tensors
 from tests.tiny import make_tiny_model
@@ -258,3 +258,19 @@ def test_gradients_and_norm_do_not_depend_on_ranks(tmp_path: Path) -> None:
         assert torch.allclose(result["norm"], results[0]["norm"], rtol=1e-5)
         for name, gradient in results[0]["gradients"].items():
             assert torch.allclose(result["gradients"][name], gradient, atol=1e-7), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 8])
+def test_fused_varlen_attention_equals_one_sequence_at_a_time(window: int | None) -> None:
+    torch.manual_seed(0)
+    seqlens = [5, 23, 23, 2, 40]
+    total = sum(seqlens)
+    query = torch.randn(1, 4, total, 64, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn_like(query[:, :2]) for _ in range(2))
+    cu_seqlens = torch.tensor([0, 5, 28, 51, 53, 93], dtype=torch.int32, device="cuda")
+    settings = {"sliding_window": window, "seqlens": seqlens, "cu_seqlens": cu_seqlens}
+    module = torch.nn.Identity()
+    fused, _ = packed_attention(module, query, key, value, None, **settings)
+    exact, _ = packed_attention(module, query.float(), key.float(), value.float(), None, **settings)
+    assert (fused.float() - exact).abs().max() < 0.03
