@@ -357,8 +357,8 @@ def lr_factor(step: int, *, total_steps: int, warmup_steps: int, schedule: str) 
 
 # ---- data and rollouts: what forks change first ----
 
-TRAIN_STREAM, EVAL_STREAM, TEST_STREAM = range(3)
-"""purposes of sampling; each has random streams of its own"""
+TRAIN_STREAM, EVAL_STREAM, TEST_STREAM, SPLIT_STREAM = range(4)
+"""uses of randomness: training samples, evaluation, self-test, minibatches; each on its own"""
 
 
 # -- shared: data order --
@@ -799,7 +799,8 @@ def main(args: Args) -> None:
             in_loss &= ~samples.truncated
 
         # (c) log-probs of the old policy and the reference, by the code path of the update
-        order = np.random.default_rng((args.seed, step)).permutation(args.prompts_per_step)  # [D4]
+        split = np.random.default_rng((args.seed, SPLIT_STREAM, step))
+        order = split.permutation(args.prompts_per_step)  # [D4]
         minibatches: list[tuple[list[Microbatch], int]] = []
         for prompts in np.split(order, args.num_minibatches):
             sequence_ids = [

@@ -1,5 +1,6 @@
 """One metrics dict per step -> console, `metrics.jsonl`, wandb. Nothing here can stop training."""
 
+import atexit
 import json
 import math
 import subprocess
@@ -81,6 +82,7 @@ class Tracker:
         )
         self._task = self._progress.add_task("starting", total=total_steps)
         self._progress.start()
+        atexit.register(self._progress.stop)  # a crash must not leave the cursor hidden
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Show what the run is doing now (`rollout 37/256`)."""
