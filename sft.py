@@ -17,7 +17,6 @@ S sequences of a step, T packed tokens of a row.
 import common  # noqa: F401  isort: skip  (first: sets the environment for torch and vLLM)
 
 import math
-import os
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ import torch.distributed as dist
 import tyro
 
 from common.data import TokenRow, load_sft_rows, render_example, stop_token_ids
-from common.dist import print0, setup, shutdown
+from common.dist import parse_args, print0, setup, shutdown
 from common.logprobs import compute_logprobs
 from common.model import (
     clip_grad_norm,
@@ -140,11 +139,18 @@ class Args:
             *("num_steps", "max_sequence_tokens", "sequences_per_step", "eval_every_steps"),
             *("replicas", "timeout_s", "max_grad_norm"),
         ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name}={getattr(self, name)} must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name}={getattr(self, name)} must be positive and finite")
         for name in ("learning_rate", "weight_decay", "seed", "num_warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name}={getattr(self, name)} must be finite and not negative")
+        # -- shared: betas check --
+        if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
+            raise ValueError(
+                f"--adam_beta1={self.adam_beta1} and --adam_beta2={self.adam_beta2} "
+                "must be in [0, 1)"
+            )
+        # -- end shared --
         if not self.dataset:
             raise ValueError("--dataset is required")
         if self.max_tokens_per_microbatch < self.max_sequence_tokens:
@@ -200,7 +206,7 @@ def peak_memory_gb(device: torch.device) -> float:
 def main(args: Args) -> None:
     # ---- [1] setup ----
     # -- shared: setup --
-    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite)
+    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, model=args.model)
     env = setup(timeout_s=args.timeout_s, replicas=args.replicas)
     torch.manual_seed(args.seed)
     if args.dtype == "auto":
@@ -392,4 +398,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True, console_outputs=os.environ.get("RANK", "0") == "0"))
+    main(parse_args(Args))

@@ -30,6 +30,8 @@ for _name, _value in _defaults.items():
     os.environ.setdefault(_name, _value)
 # vLLM logs while it is being imported, before it reads its own logging level.
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+# A hub that cannot be reached is one error of ours, not twenty lines about retries.
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
 
 # Hugging Face's optional package `kernels` has the name of our folder and would hide it.

@@ -28,7 +28,9 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 RL_FORMATS = (
     "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth)"
 )
-SFT_FORMATS = "messages, prompt+completion, text, instruction(+input)+output, conversations"
+SFT_FORMATS = (
+    "messages, prompt+completion, question+answer, text, instruction(+input)+output, conversations"
+)
 
 
 @dataclass
@@ -373,6 +375,8 @@ def _token_row(row: Row, encoder: _Encoder, max_tokens: int, stop_ids: set[int])
         prompt, completion = (_text_or_messages(row[k] or "") for k in ("prompt", "completion"))
         if isinstance(prompt, str) != isinstance(completion, str):
             raise ValueError("prompt and completion must both be text or both be messages")
+    elif {"question", "answer"} <= set(row):
+        prompt, completion = str(row["question"] or ""), str(row["answer"] or "")
     elif "text" in row:
         completion = _text_or_messages(row["text"] or "")
     elif {"instruction", "output"} <= set(row):

@@ -1,6 +1,8 @@
 """torchrun's environment (or a plain `python x.py`) -> process group, mesh, error report."""
 
+import contextlib
 import datetime
+import io
 import os
 import sys
 import time
@@ -8,10 +10,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -30,6 +33,26 @@ class DistEnv:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
+
+
+ArgsT = TypeVar("ArgsT")
+
+
+def parse_args(cls: type[ArgsT]) -> ArgsT:
+    """Flags of the command line -> `cls`. A mistake is told once, by rank 0, and ends all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        return tyro.cli(cls, use_underscores=True)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return tyro.cli(cls, use_underscores=True)
+    except SystemExit:
+        _let_rank_0_speak()
+        raise
+
+
+def _let_rank_0_speak() -> None:
+    """torchrun ends all ranks as soon as one exits; rank 0 may be slower and has the message."""
+    time.sleep(5)
 
 
 def setup(*, timeout_s: float, replicas: int = 1) -> DistEnv:
@@ -115,10 +138,13 @@ def _report_first_error(
     else:  # flags are checked before the group exists, by all ranks alike
         first = rank == "0"
         if not first:
+            _let_rank_0_speak()
             return
     raised_in = traceback.extract_tb(trace)[-1].filename if trace else ""
     ours = raised_in.startswith(_REPOSITORY) and "site-packages" not in raised_in
-    if not first:
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"[rank {rank}] interrupted", file=sys.stderr)
+    elif not first:
         reason = str(error).partition("\n")[0][:100]
         print(f"[rank {rank}] stopped as well: {kind.__name__}: {reason}", file=sys.stderr)
     elif issubclass(kind, ValueError) and ours:

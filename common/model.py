@@ -128,10 +128,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: there is none, or it names no end-of-sequence token.
     """
+    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"--model={name}: no such folder, and not the form of a hub name")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--model={name}: no tokenizer found ({error})") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ValueError(f"--model={name}: the tokenizer makes no token of a text; files missing?")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model={name}: the tokenizer has no eos token, so no response can end")
     return tokenizer

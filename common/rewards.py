@@ -244,13 +244,15 @@ class RewardBatch:
     """Scores in the caller's order; None is "not scored", also after an exception or time-out."""
 
     scores: list[float | None]
-    """weighted sum over the components that are not None; None where all are"""
+    """weighted sum of the components that are not None; None where all are, or where one failed"""
     components: dict[str, list[float | None]]
     """unweighted values by function name (as given to `--rewards` where two share a name)"""
     exceptions: int
     """(sample, component) pairs lost to an exception, a dead worker or an invalid value"""
     timeouts: int
     """(sample, component) pairs lost to the deadline"""
+    failed: int
+    """samples that lost at least one component to either"""
     first_traceback: str | None
     """of the first exception, for one log line"""
 
@@ -336,16 +338,21 @@ class RewardScorer:
                 self._jobs.put((futures[-1][-1], component, samples[start : start + size]))
         results = [[r for future in chunks for r in future.result()] for chunks in futures]
         scores: list[float | None] = []
+        failed = 0
         for values in zip(*results, strict=True):
             scored = [
                 w * v[0] for w, v in zip(self.weights, values, strict=True) if v[0] is not None
             ]
-            scores.append(sum(scored) if scored else None)
+            broken = any(v[1] is not None or v[2] for v in values)
+            failed += broken
+            # A sum without the failed part would punish the sample for a crash of its judge.
+            scores.append(sum(scored) if scored and not broken else None)
         errors = [r[1] for component in results for r in component if r[1] is not None]
         return RewardBatch(
             scores=scores,
             components={n: [r[0] for r in rs] for n, rs in zip(self.labels, results, strict=True)},
             exceptions=len(errors),
+            failed=failed,
             timeouts=sum(r[2] for component in results for r in component),
             first_traceback=errors[0] if errors else None,
         )

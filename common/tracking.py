@@ -3,6 +3,7 @@
 import atexit
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,20 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def prepare_output_dir(output_dir: str, *, overwrite: bool) -> Path:
+def prepare_output_dir(output_dir: str, *, overwrite: bool, model: str) -> Path:
     """The run's folder, checked before anything expensive starts; call it on every rank.
 
     Raises:
-        ValueError: it holds a run already and `overwrite` is off, or it cannot be a folder.
+        ValueError: it holds a run already and `overwrite` is off, it cannot be a folder, or it is
+            the home of the `model` to start from, which overwriting would remove.
     """
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--output_dir={output_dir} is a file")
-    if (path / "metrics.jsonl").exists() and not overwrite:
+    metrics = path / "metrics.jsonl"  # empty: a run that failed before its first step
+    if metrics.exists() and metrics.stat().st_size > 0 and not overwrite:
         raise ValueError(
             f"--output_dir={output_dir} holds a run already; "
             "choose another or pass --overwrite True"
         )
+    if Path(model).exists() and Path(model).resolve() == (path / "final").resolve():
+        raise ValueError(f"--output_dir={output_dir} would overwrite --model={model}")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,8 +70,9 @@ class Tracker:
         self._columns = columns
         self._total_steps = total_steps
         settings = {**settings, "git_sha": _git_sha(Path(source).parent)}
-        for stale in (output_dir / "rollouts").glob("step_*.jsonl"):
-            stale.unlink()
+        # Nothing of an overwritten run may look like a result of this one.
+        for stale in ("rollouts", "final"):
+            shutil.rmtree(output_dir / stale, ignore_errors=True)
         (output_dir / "args.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
         self._file = (output_dir / "metrics.jsonl").open("w", encoding="utf-8")
         self._wandb = _start_wandb(wandb_project, wandb_name, settings, output_dir, source)
@@ -159,7 +165,7 @@ def _start_wandb(
             name=name,
             config=dict(settings),
             dir=str(path),
-            settings=wandb.Settings(init_timeout=60, console="off"),
+            settings=wandb.Settings(init_timeout=60, console="off", silent=True),
         )
         run.log_code(
             str(Path(source).parent),
@@ -188,4 +194,4 @@ def _short(value: float) -> str:
     """Three or four significant digits, at a fixed width where that is possible."""
     if value != 0 and abs(value) < 1e-3:
         return f"{value:.1e}"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"

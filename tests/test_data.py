@@ -284,6 +284,7 @@ def test_formats_give_the_same_row(tmp_path):
         {"prompt": "hi", "completion": "hello"},
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
         {"instruction": "hi", "input": "", "output": "hello"},
+        {"question": "hi", "answer": "hello"},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
         # a columnar file fills absent keys with null
         {"messages": [m | {"tool_calls": None, "name": None} for m in CHAT], "tools": None},
@@ -411,7 +412,7 @@ def test_sft_drops_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"question": "x", "answer": "y"}, {}, r"\['answer', 'question'\].*instruction"),
+        ({"question": "x", "reply": "y"}, {}, r"\['question', 'reply'\].*instruction"),
         ({"prompt": "x", "completion": CHAT[1:]}, {}, "both be text or both be messages"),
         ({"messages": [*CHAT, *CHAT]}, {"prompt_format": "text"}, "a single user turn"),
         ({"text": "x"}, {"system_prompt": "be brief"}, "--system_prompt"),

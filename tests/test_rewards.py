@@ -461,3 +461,21 @@ def test_import_error_in_a_reward_file(tmp_path):
         for call in (scorer.wait_ready, lambda: scorer.score([""], ["a"], [{}])):
             with pytest.raises(ValueError, match="(?s)--rewards: .*No module named 'no_such"):
                 call()
+
+
+def test_a_failed_component_leaves_the_sample_unscored(tmp_path):
+    """A judge that crashed on one sample left it with the other reward alone: a low score."""
+    file = tmp_path / "two.py"
+    file.write_text(
+        "def a(prompts, completions, **columns):\n"
+        "    return [1.0] * len(completions)\n"
+        "def b(prompts, completions, **columns):\n"
+        "    return [None if c == 'none' else 1 / (c != 'crash') for c in completions]\n"
+    )
+    scorer = RewardScorer([f"{file}:a", f"{file}:b"], None, timeout_s=20)
+    try:
+        batch = scorer.score(["p"] * 3, ["fine", "crash", "none"], [{}] * 3)
+    finally:
+        scorer.close()
+    assert batch.scores == [2.0, None, 1.0]
+    assert (batch.failed, batch.exceptions, batch.timeouts) == (1, 1, 0)

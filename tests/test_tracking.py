@@ -86,9 +86,9 @@ def test_output_dir_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="--output_dir="):
-            prepare_output_dir(str(path), overwrite=False)
-    run = prepare_output_dir(str(tmp_path / "run"), overwrite=False)
-    (run / "metrics.jsonl").write_text("")
+            prepare_output_dir(str(path), overwrite=False, model="m")
+    run = prepare_output_dir(str(tmp_path / "run"), overwrite=False, model="m")
+    (run / "metrics.jsonl").write_text("{}")
     with pytest.raises(ValueError, match="--overwrite"):
-        prepare_output_dir(str(run), overwrite=False)
-    assert prepare_output_dir(str(run), overwrite=True) == run
+        prepare_output_dir(str(run), overwrite=False, model="m")
+    assert prepare_output_dir(str(run), overwrite=True, model="m") == run
