@@ -170,7 +170,7 @@ def test_bad_flags_and_files_are_one_clear_message(task: Path) -> None:
         "KeyError: 3": {"rewards": f"{task / 'broken.py'}:f"},
         "context of": {"max_response_tokens": 4000},
         "has no no_such_function": {"rewards": f"{task / 'broken.py'}:no_such_function"},
-        "no tokenizer found": {"model": task / "nowhere"},
+        "no such folder": {"model": task / "nowhere"},
     }.items():
         text = fails(task, message, **overrides)
         if "KeyError" not in message:

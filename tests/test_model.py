@@ -39,6 +39,8 @@ ARCHITECTURES = {
 @pytest.fixture(scope="module")
 def env() -> Iterator[DistEnv]:
     saved = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    for name in saved:  # what another test's engine has left would look like torchrun
+        os.environ.pop(name, None)
     hook = sys.excepthook
     yield setup(timeout_s=60)
     dist.destroy_process_group()
