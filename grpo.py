@@ -487,9 +487,9 @@ def rollout(
     start = time.perf_counter()
     local = None
     if dist.get_rank() % tensor_parallel == 0:  # the others hold the same completions
-        texts = tokenizer.batch_decode(
-            [c.response_ids for c in completions], skip_special_tokens=True
-        )
+        texts = [
+            str(tokenizer.decode(c.response_ids, skip_special_tokens=True)) for c in completions
+        ]
         batch = scorer.score(
             [rows[prompt].prompt for prompt, _ in mine],
             texts,
@@ -621,6 +621,7 @@ def main(args: Args) -> None:
     scorer.wait_ready()  # a reward file that does not import ends the run here
 
     # ---- [3] models and optimizer ----
+    largest_id = max([*stop_ids, *(max(row.prompt_ids) for row in rows + eval_rows)])
     # -- shared: model and optimizer --
     model = load_model(
         args.model,
@@ -633,6 +634,19 @@ def main(args: Args) -> None:
         raise ValueError(
             f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
             f"--model={args.model}, {context} tokens"
+        )
+    num_embeddings = model.config.get_text_config().vocab_size
+    if largest_id >= num_embeddings:
+        raise ValueError(
+            f"--model={args.model}: the tokenizer makes token id {largest_id}, but the model has "
+            f"{num_embeddings} embeddings"
+        )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings", math.inf)
+    if rope.get("rope_type") in ("longrope", "dynamic") and args.max_sequence_tokens > original:
+        raise ValueError(
+            f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
+            f"sequence of a batch; keep sequences within {original} tokens"
         )
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -239,6 +239,7 @@ def main(args: Args) -> None:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
 
     # ---- [3] models and optimizer ----
+    largest_id = max(max(row.input_ids) for row in rows + eval_rows)
     # -- shared: model and optimizer --
     model = load_model(
         args.model,
@@ -251,6 +252,19 @@ def main(args: Args) -> None:
         raise ValueError(
             f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
             f"--model={args.model}, {context} tokens"
+        )
+    num_embeddings = model.config.get_text_config().vocab_size
+    if largest_id >= num_embeddings:
+        raise ValueError(
+            f"--model={args.model}: the tokenizer makes token id {largest_id}, but the model has "
+            f"{num_embeddings} embeddings"
+        )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings", math.inf)
+    if rope.get("rope_type") in ("longrope", "dynamic") and args.max_sequence_tokens > original:
+        raise ValueError(
+            f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
+            f"sequence of a batch; keep sequences within {original} tokens"
         )
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -360,6 +360,8 @@ def _prompt_row(row: Row, encoder: _Encoder, max_prompt_tokens: int) -> PromptRo
     if turns[-1]["role"] == "assistant":
         raise _Drop("prompt_ends_with_assistant")
     prompt_ids = encoder.prompt(prompt)
+    if not prompt_ids:  # a tokenizer may normalise a text away
+        raise _Drop("empty_prompt")
     if len(prompt_ids) > max_prompt_tokens:
         raise _Drop("too_long")
     return PromptRow(prompt_ids, prompt, columns)
@@ -434,6 +436,8 @@ def _convert(
             refusal = refusal or f"; the chat template says: {error}"
         except ValueError as error:
             raise ValueError(f"{flag}: row {number}: {error}") from error
+        except Exception as error:  # noqa: BLE001  odd values in a row, or code in a template
+            raise ValueError(f"{flag}: row {number}: {type(error).__name__}: {error}") from error
     if not kept:
         raise ValueError(
             f"{flag}: all {len(rows)} rows were dropped: {dict(drops)} ({limit}){refusal}"

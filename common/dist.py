@@ -1,6 +1,7 @@
 """torchrun's environment (or a plain `python x.py`) -> process group, mesh, error report."""
 
 import contextlib
+import ctypes
 import datetime
 import io
 import os
@@ -75,6 +76,9 @@ def setup(*, timeout_s: float, replicas: int = 1) -> DistEnv:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # A killed torchrun must not leave its ranks behind: SIGTERM (15) when the parent dies.
+        ctypes.CDLL(None).prctl(1, 15)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # plain python: an in-process store needs no port, so any number of jobs can run at once
@@ -140,7 +144,8 @@ def _report_first_error(
         if not first:
             _let_rank_0_speak()
             return
-    raised_in = traceback.extract_tb(trace)[-1].filename if trace else ""
+    frame = traceback.extract_tb(trace)[-1] if trace else None
+    raised_in = frame.filename if frame else ""
     ours = raised_in.startswith(_REPOSITORY) and "site-packages" not in raised_in
     if issubclass(kind, KeyboardInterrupt):
         print(f"[rank {rank}] interrupted", file=sys.stderr)
@@ -148,7 +153,8 @@ def _report_first_error(
         reason = str(error).partition("\n")[0][:100]
         print(f"[rank {rank}] stopped as well: {kind.__name__}: {reason}", file=sys.stderr)
     elif issubclass(kind, ValueError) and ours:
-        print(f"[rank {rank}] error: {error}", file=sys.stderr)
+        where = f"{Path(raised_in).name}:{frame.lineno}" if frame else ""
+        print(f"[rank {rank}] error: {error}  [{where}]", file=sys.stderr)
     else:
         print(f"[rank {rank}] error:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)

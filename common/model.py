@@ -28,7 +28,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.dist import DistEnv
-from common.logprobs import add_logprobs_method
+from common.logprobs import add_logprobs_method, compute_logprobs
+from common.packing import pack
 
 
 def packed_attention(
@@ -218,8 +219,8 @@ def load_model(
             module.set_force_sum_reduction_for_comms(True)
 
     model.to_empty(device=env.device)
-    _load_from_rank0(model, name, env)
     add_logprobs_method(model)
+    _load_from_rank0(model, name, env, exact=dtype == torch.float32)
     # No dropout, ever: it would make old and new log-probs differ by noise. Layers ask for
     # `training` before they checkpoint activations; the flag alone switches no dropout on.
     model.eval()
@@ -230,20 +231,31 @@ def load_model(
     return model
 
 
-def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv) -> None:
+def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv, *, exact: bool) -> None:
     """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    test_ids = [
+        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (17, 9, 9, 30)
+    ]
+    expected: list[Tensor] = []
     state: dict[str, Any] = {}
     failure: str | None = None
     buffers: dict[str, Tensor] = {}
     if env.rank == 0:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=model.dtype, output_loading_info=True
+                name,
+                dtype=model.dtype,
+                attn_implementation="eager",  # what the others leave out (soft caps) it has
+                output_loading_info=True,
             )
             full, report = loaded
             state = full.state_dict()
             if report["missing_keys"]:  # transformers would go on with random values
                 failure = f"the checkpoint lacks {sorted(report['missing_keys'])[:3]}"
+            full.eval()
+            expected = [_plain_logprobs(full, ids) for ids in test_ids]
             # Buffers that no checkpoint stores (rotary frequencies) are lost on the meta device.
             buffers = {key: value.cpu() for key, value in full.named_buffers()}
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -262,6 +274,37 @@ def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv) -> None:
     for key, value in buffers.items():
         module_name, _, leaf = key.rpartition(".")
         setattr(model.get_submodule(module_name), leaf, value.to(env.device))
+
+    # Packed log-probs against plain transformers. An architecture may mix tokens in other ways than
+    # attention (state spaces, ALiBi, sinks) or scale its logits; then packing would be wrong.
+    row = pack(range(len(test_ids)), test_ids, [[True] * len(ids) for ids in test_ids])
+    with torch.no_grad():
+        ours = compute_logprobs(model.eval(), row.to(env.device))[0].cpu()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the optimizer must find the fp32 shards, not their gathered copies
+    if env.rank == 0:
+        theirs = torch.cat(expected)
+        gaps = (torch.cat(row.split(ours)) - theirs).abs()
+        gap, limit = gaps.max(), 2e-5 * (1 + theirs.abs().max())
+        if not exact:
+            gap, limit = gaps.mean(), torch.tensor(0.15)
+        if not gap <= limit:
+            failure = (
+                f"its log-probs in packed rows differ from plain transformers by {gap:.2g}; "
+                f"{type(model).__name__.removeprefix('FSDP')} computes something that common/ lacks"
+            )
+    outcome = [failure]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[0] is not None:
+        raise ValueError(f"--model={name}: {outcome[0]}")
+
+
+@torch.no_grad()
+def _plain_logprobs(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """(len(ids) - 1,) log-probs of a sequence by the model's own forward."""
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def clip_grad_norm(model: PreTrainedModel, max_norm: float) -> float:
@@ -301,7 +344,10 @@ def export_hf(
         if rank0:
             state[key] = value.cpu().clone()
     failure: str | None = None
-    if rank0:
+    broken = [key for key, value in state.items() if not value.isfinite().all()]
+    if broken:
+        failure = f"{len(broken)} tensors are not finite, the first is {broken[0]}"
+    elif rank0:
         try:
             _write_checkpoint(model, tokenizer, state, path, source, stop_token_ids)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -489,13 +489,9 @@ class _Worker(threading.Thread):
 
     def _call(self, component: int, samples: list[Sample]) -> tuple[list[Result], Result | None]:
         """One request. The results that arrived and, if the process had to be replaced, why."""
-        assert self._process is not None
-        if self._process.poll() is not None:
-            self._restart()  # it died while idle (out of memory?), which is no sample's fault
-        self._load()
         results: list[Result] = []
         try:
-            self._send((component, samples))
+            self._begin(component, samples)
             while len(results) < len(samples):
                 for score, error in self._receive(time.monotonic() + self._timeout_s):
                     results.append((score, error, False))
@@ -504,10 +500,27 @@ class _Worker(threading.Thread):
             return results, (None, None, True)
         except EOFError:
             self._kill()
+            assert self._process is not None
             died = f"the worker died in the reward function (code={self._process.returncode})"
             self._restart()
             return results, (None, died, False)
         return results, None
+
+    def _begin(self, component: int, samples: list[Sample]) -> None:
+        """Hand over a request. Until the worker confirms it, its death is no sample's fault."""
+        for attempt in range(3):
+            assert self._process is not None
+            if self._process.poll() is not None:
+                self._restart()  # it died while idle (out of memory?)
+            self._load()
+            try:
+                self._send((component, samples))
+                self._receive(time.monotonic() + START_TIMEOUT_S)
+                return
+            except EOFError:
+                if attempt == 2:
+                    raise
+                self._restart()
 
     def _send(self, message: Any) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -600,6 +613,7 @@ def _serve() -> None:
     threading.Thread(target=_read_requests, args=(requests, inbox), daemon=True).start()
     while True:
         component, samples = inbox.get()
+        _write_frame(replies, "begun")
         function, per_sample = functions[component]
         for results in (_score_each if per_sample else _score_chunk)(function, samples):
             _write_frame(replies, results)
@@ -681,12 +695,15 @@ def _guarded(function: Callable[..., Any], *args: Any) -> tuple[Any, str | None]
 def _checked(value: Any, error: str | None) -> WireResult:
     if error is not None or value is None:
         return None, error
-    try:
+    shown = type(value).__name__
+    number = math.nan
+    try:  # a user's object may raise anything here, and a huge int overflows
+        shown = f"{value!r:.200}"
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    except Exception:  # noqa: BLE001
+        pass
     if not math.isfinite(number):
-        return None, f"the reward function returned {value!r:.200}, not a finite number or None"
+        return None, f"the reward function returned {shown}, not a finite number or None"
     return number, None
 
 

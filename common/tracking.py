@@ -1,25 +1,29 @@
 """One metrics dict per step -> console, `metrics.jsonl`, wandb. Nothing here can stop training."""
 
 import atexit
+import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_locks: dict[Path, IO[str]] = {}  # held until the process ends
 
 
 def prepare_output_dir(output_dir: str, *, overwrite: bool, model: str) -> Path:
     """The run's folder, checked before anything expensive starts; call it on every rank.
 
     Raises:
-        ValueError: it holds a run already and `overwrite` is off, it cannot be a folder, or it is
-            the home of the `model` to start from, which overwriting would remove.
+        ValueError: it holds a run already and `overwrite` is off, another process is writing there,
+            it cannot be written, or it is the home of the `model` to start from.
     """
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
@@ -34,8 +38,14 @@ def prepare_output_dir(output_dir: str, *, overwrite: bool, model: str) -> Path:
         raise ValueError(f"--output_dir={output_dir} would overwrite --model={model}")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("RANK", "0") == "0" and path.resolve() not in _locks:
+            lock = (path / ".lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks[path.resolve()] = lock
+    except BlockingIOError as error:
+        raise ValueError(f"--output_dir={output_dir}: another run is writing there") from error
     except OSError as error:
-        raise ValueError(f"--output_dir={output_dir} cannot be created: {error}") from error
+        raise ValueError(f"--output_dir={output_dir} cannot be written: {error}") from error
     return path
 
 

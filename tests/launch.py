@@ -19,6 +19,11 @@ def command(script: str, *flags: object, ranks: int | None = None) -> list[str]:
     return [*launcher, str(ROOT / script), *map(str, flags)]
 
 
+def environment() -> dict[str, str]:
+    """Ours, without what an engine of another test has left there and looks like torchrun."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+
+
 def run(
     script: str, *flags: object, ranks: int | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
@@ -29,7 +34,7 @@ def run(
         text=True,
         timeout=timeout,
         cwd="/",
-        env={k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+        env=environment(),
     )
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.launch import command, copy_task, metrics, run, same_every_time
+from tests.launch import command, copy_task, environment, metrics, run, same_every_time
+from tests.tiny import make_tiny_model
 
 
 def flags(folder: Path, **overrides: object) -> list[object]:
@@ -96,7 +97,11 @@ def test_two_ranks_and_two_jobs_at_once(task: Path, finished: Path) -> None:
         extra = {"output_dir": task / name, "eval_dataset": task / "data.jsonl"}
         extra |= {"eval_max_prompts": 6, "eval_samples_per_prompt": 4, "eval_temperature": 0.7}
         line = command("grpo.py", *flags(task, num_minibatches=2, **extra), ranks=ranks)
-        jobs.append(subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+        jobs.append(
+            subprocess.Popen(
+                line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment()
+            )
+        )
     for job in jobs:
         _, errors = job.communicate(timeout=240)
         assert job.returncode == 0, errors.decode()
@@ -200,6 +205,22 @@ def test_an_error_on_one_rank_ends_all(task: Path) -> None:
     )  # ours, the reward's, torchrun's
 
 
+def test_more_ranks_than_prompts(task: Path) -> None:
+    """A rank without a prompt of its own crashed on its empty list of responses."""
+    out = task / "few"
+    extra = {"output_dir": out, "engine": "transformers", "prompts_per_step": 1, "num_steps": 1}
+    extra |= {"eval_dataset": task / "data.jsonl", "eval_max_prompts": 1}
+    answer = run("grpo.py", *flags(task, **extra), ranks=2)
+    assert answer.returncode == 0, answer.stderr
+    assert len((out / "rollouts" / "step_1.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_token_id_beyond_the_embeddings_is_told(task: Path) -> None:
+    """It was an IndexError in the middle of the first forward (on CUDA a device assert)."""
+    make_tiny_model(task / "small", flavour="no_template", vocab_size=200)
+    fails(task, "token id", model=task / "small")
+
+
 def test_a_killed_rank_ends_the_job(task: Path) -> None:
     """kill -9 of one rank: the job ends with an error, soon, and nothing looks finished."""
     out = task / "killed"
@@ -208,7 +229,9 @@ def test_a_killed_rank_ends_the_job(task: Path) -> None:
         *flags(task, output_dir=out, num_steps=500, engine="transformers", timeout_s=30),
         ranks=2,
     )
-    job = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    job = subprocess.Popen(
+        line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment()
+    )
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() or not metrics(out):
         assert job.poll() is None and time.monotonic() < deadline

@@ -276,3 +276,10 @@ def test_fused_varlen_attention_equals_one_sequence_at_a_time(window: int | None
     fused, _ = packed_attention(module, query, key, value, None, **settings)
     exact, _ = packed_attention(module, query.float(), key.float(), value.float(), None, **settings)
     assert (fused.float() - exact).abs().max() < 0.03
+
+
+def test_architectures_that_packing_does_not_fit_are_refused(tmp_path: Path, env: DistEnv) -> None:
+    """Scaled logits (Granite) or states that run on (Mamba 2) trained on the wrong log-probs."""
+    granite = make_tiny_model(tmp_path / "granite", "granite", logits_scaling=4.0)
+    with pytest.raises(ValueError, match="differ from plain transformers"):
+        load_model(str(granite), env, dtype=torch.float32)

@@ -1,5 +1,6 @@
 """Metrics reach their files, and no tracker can stop or fail a run."""
 
+import fcntl
 import json
 import math
 import sys
@@ -92,3 +93,11 @@ def test_output_dir_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--overwrite"):
         prepare_output_dir(str(run), overwrite=False, model="m")
     assert prepare_output_dir(str(run), overwrite=True, model="m") == run
+
+
+def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
+    """Both ended with code 0, their files mixed."""
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another run is writing there"):
+            prepare_output_dir(str(tmp_path), overwrite=True, model="m")
