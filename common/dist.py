@@ -103,6 +103,10 @@ def print0(*values: object) -> None:
 
 def all_gather_objects(value: Any) -> list[Any]:
     """Every rank's picklable `value`, in rank order, on every rank.  # collective: all ranks"""
+    if dist.get_world_size() == 1:
+        # Not just a shortcut: gloo's thread would copy the bytes with an OpenMP team of its own,
+        # and with more teams than cores libgomp stops spinning (common/__init__.py) for good.
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
