@@ -1,10 +1,12 @@
-"""Speed of our scripts against a peer's, alternately on the same machine, model, data and batch.
+r"""Speed of our scripts against a peer's, alternately on the same machine, model, data and batch.
 
     python scripts/benchmark.py grpo --rounds 3
+    python scripts/benchmark.py grpo --model runs/demo/sft/final --dataset runs/demo/toy/rl.jsonl \
+        --prompts 32 --samples 8 --tokens 12
 
-One optimizer step on P x G completions of a random 3.3M-parameter Qwen3, which hardly ever stops
-early, so both sides sample the same number of tokens. The first steps of every run are dropped.
-Numbers in the README come from here: medians over rounds and ratios within a round, because the
+One optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which hardly
+ever stops early, so both sides sample the same number of tokens. The first steps of every run are
+dropped. Numbers in the README come from here: medians over rounds and ratios within a round, because the
 speed of a shared machine drifts.
 """
 
@@ -21,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 3
-RACE_OPTIONS = ("steps", "prompts", "samples", "tokens", "threads", "dtype")
+RACE_OPTIONS = ("steps", "prompts", "samples", "tokens", "threads", "dtype", "model", "dataset")
 REWARD = (
     "def reward(prompts, completions, answer, **columns):\n"
     "    return [1.0 if c.strip().startswith(a) else 0.1 * (a[0] in c)\n"
@@ -78,8 +80,8 @@ def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     flags: dict[str, Any] = {
-        "model": folder / "model",
-        "dataset": folder / "prompts.jsonl",
+        "model": options.model or folder / "model",
+        "dataset": options.dataset or folder / "prompts.jsonl",
         "rewards": f"{folder / 'reward.py'}:reward",
         "output_dir": folder / "ours",
         "overwrite": True,
@@ -194,12 +196,12 @@ def run_trl(settings: dict[str, Any]) -> None:
     )
     data = load_dataset(
         "json",
-        data_files=str(folder / "prompts.jsonl"),
+        data_files=settings["dataset"] or str(folder / "prompts.jsonl"),
         split="train",
         cache_dir=str(folder / "cache"),
     )
     trainer = Counted(
-        model=str(folder / "model"),
+        model=settings["model"] or str(folder / "model"),
         args=config,
         train_dataset=data,
         reward_funcs=namespace["reward"],
@@ -224,6 +226,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="longest completion")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--model", help="another model than the random one (with --dataset)")
+    parser.add_argument("--dataset", help="its jsonl file of prompt and answer")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
