@@ -232,7 +232,9 @@ def load_model(
 
 
 def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv, *, exact: bool) -> None:
-    """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads."""
+    """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads, and check that
+    its packed log-probs are those of the plain model.
+    """
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     test_ids = [

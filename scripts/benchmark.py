@@ -6,8 +6,8 @@ r"""Speed of our scripts against a peer's, alternately on the same machine, mode
 
 One optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which hardly
 ever stops early, so both sides sample the same number of tokens. The first steps of every run are
-dropped. Numbers in the README come from here: medians over rounds and ratios within a round, because the
-speed of a shared machine drifts.
+dropped. Numbers in the README come from here: medians over rounds and ratios within a round,
+because the speed of a shared machine drifts.
 """
 
 import argparse
