@@ -112,11 +112,6 @@ def all_gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def barrier() -> None:
-    """Wait for all ranks on the CPU backend; opens no CUDA context.  # collective: all ranks"""
-    dist.all_reduce(torch.zeros(1))
-
-
 def shutdown() -> None:
     """Leave the process group after the last collective.  # collective: all ranks"""
     if dist.is_initialized():  # vLLM's shutdown may already have destroyed it

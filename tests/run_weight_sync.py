@@ -83,7 +83,7 @@ mine = sample([prompt] * (2 + env.rank), [10 * (env.rank + 1) + i for i in range
 streams = [tuple(ids) for rank in dist.all_gather_objects(mine) for ids in rank]
 assert len(set(streams)) == 5
 
-dist.barrier()
+dist.all_gather_objects(None)
 engine.close()
 dist.shutdown()
 print("rank done")
