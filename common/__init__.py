@@ -14,7 +14,7 @@ _defaults = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # OpenMP threads that spin while they wait make a step 5-100x slower as soon as anything else
     # runs on the cores; threads that sleep at once make it 1.3x slower on an idle machine. A short
-    # spin costs 2x at worst.
+    # spin cost 2x beside one busy process.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",

@@ -1,4 +1,4 @@
-"""One metrics dict per step -> console, `metrics.jsonl`, wandb. Nothing here can stop training."""
+"""One metrics dict per step -> console, `metrics.jsonl`, wandb; its failures end no run."""
 
 import atexit
 import fcntl
