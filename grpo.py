@@ -19,6 +19,7 @@ S sequences of a step, T packed tokens of a row, P prompts per step, G samples p
 
 import common  # noqa: F401  isort: skip  (first: sets the environment for torch and vLLM)
 
+import json
 import math
 import os
 import resource
@@ -27,6 +28,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -40,8 +43,10 @@ from common.data import PromptRow, load_prompts, stop_token_ids
 from common.dist import all_gather_objects, parse_args, print0, setup, shutdown
 from common.engine import Engine, build_engine
 from common.logprobs import compute_logprobs
+from common.lora import LoraSettings, adapters_off
 from common.model import (
     clip_grad_norm,
+    export_adapter,
     export_hf,
     load_generation_config,
     load_model,
@@ -71,8 +76,18 @@ class Args:
     """decides data order and sampling; the same command gives the same numbers on the CPU"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """compute dtype; auto: bfloat16 on GPU, float32 on CPU. Parameters and optimizer are float32"""
+    lora_rank: int | None = None
+    """train low-rank adapters of this rank, not the weights; wants about 10x the learning rate"""
+    lora_alpha: int = 32
+    """the adapters' contribution is scaled by lora_alpha / lora_rank"""
+    lora_target: tuple[str, ...] = ()
+    """linear layers that get adapters, such as q_proj v_proj; none: all of the decoder's"""
     activation_checkpointing: bool = False
     """recompute layers in the backward pass: less memory, same results, about a third slower"""
+    cpu_offload: bool = False
+    """GPU only: parameters, gradients and optimizer state in host memory; same results, slower"""
+    compile: bool = False
+    """torch.compile every decoder layer: a slow start, then faster steps; same results"""
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the final checkpoint"""
     replicas: int = 1
@@ -83,13 +98,21 @@ class Args:
 
     # data
     dataset: tuple[str, ...] = ()
-    """files, folders or hub names with `prompt` (or `question`+`answer`) rows"""
+    """files, folders or hub names (name:config:split), each with a slice or not: a.jsonl[:90%]"""
+    # -- shared: data args --
+    dataset_weights: tuple[float, ...] | None = None
+    """how much of the training rows each --dataset name gives, as ratios; None: every row once"""
     dataset_split: str = "train"
-    """split of a hub dataset or of a folder whose files are named by split"""
+    """split of hub datasets that name none, and of folders whose files are named by split"""
     system_prompt: str | None = None
-    """put before every prompt that brings no system message of its own"""
+    """put before every conversation that brings no system message of its own"""
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     """chat: through the chat template; text: as it is; auto: chat where there is a template"""
+    chat_template: str | None = None
+    """file with a Jinja template that replaces the tokenizer's own, also in the final checkpoint"""
+    chat_template_args: str = "{}"
+    """JSON object of further arguments of the template, for example '{"enable_thinking": false}'"""
+    # -- end shared --
     max_prompt_tokens: int = 512
     """longer prompts are dropped and counted"""
     max_response_tokens: int = 512
@@ -139,13 +162,19 @@ class Args:
     """False: one sequence per forward; slower, same results"""
     learning_rate: float = 1e-6
     """peak learning rate of AdamW"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """linear and cosine end at 0"""
-    warmup_steps: int = 0
-    """optimizer steps of linear warm-up"""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """after the warm-up; wsd: constant, then linear decay at the end"""
+    warmup_ratio: float = 0.0
+    """share of the run that is linear warm-up; --warmup_steps sets it in steps"""
     # -- shared: optimizer args --
+    warmup_steps: int | None = None
+    """optimizer steps of linear warm-up; None: warmup_ratio decides"""
+    decay_ratio: float = 0.1
+    """wsd: share of the run, at its end, in which the learning rate falls"""
+    min_lr_ratio: float = 0.0
+    """share of the peak at which linear, cosine and wsd end"""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay"""
+    """AdamW's decoupled weight decay, of matrices; norms and biases are left alone"""
     adam_beta1: float = 0.9
     """decay of the gradient mean"""
     adam_beta2: float = 0.95
@@ -212,10 +241,23 @@ class Args:
         """planned optimizer steps of the run, the clock of the learning rate"""
         return self.num_steps * self.num_minibatches * self.update_epochs
 
+    # -- shared: derived args --
     @property
     def num_warmup_steps(self) -> int:
         """optimizer steps of linear warm-up"""
+        if self.warmup_steps is None:
+            return math.ceil(self.warmup_ratio * self.optimizer_steps)
         return self.warmup_steps
+
+    @property
+    def template_args(self) -> Any:
+        """--chat_template_args, parsed; None if it is no JSON"""
+        try:
+            return json.loads(self.chat_template_args)
+        except json.JSONDecodeError:
+            return None
+
+    # -- end shared --
 
     def __post_init__(self) -> None:
         """Refuse what cannot work before anything expensive starts."""
@@ -229,17 +271,22 @@ class Args:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)} must be positive and finite")
         for name in (
-            *("learning_rate", "num_warmup_steps", "weight_decay", "kl_coef", "seed"),
+            *("learning_rate", "weight_decay", "kl_coef", "seed"),
             *("eval_temperature", "max_reward_failures"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)} must be finite and not negative")
-        # -- shared: betas check --
+        # -- shared: optimizer check --
         if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
             raise ValueError(
                 f"--adam_beta1={self.adam_beta1} and --adam_beta2={self.adam_beta2} "
                 "must be in [0, 1)"
             )
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ValueError(f"--warmup_steps={self.warmup_steps} must not be negative")
+        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name}={getattr(self, name)} must be in [0, 1]")
         # -- end shared --
         if not (0 < self.engine_gpu_memory <= 1 and 0 < self.eval_top_p <= 1):
             raise ValueError(
@@ -250,6 +297,28 @@ class Args:
             raise ValueError(
                 f"--eval_max_prompts={self.eval_max_prompts} must be positive, or None"
             )
+        # -- shared: data and LoRA check --
+        if self.dataset_weights is not None and (
+            len(self.dataset_weights) != len(self.dataset)
+            or not all(0 < weight < math.inf for weight in self.dataset_weights)
+        ):
+            raise ValueError(
+                f"--dataset_weights={self.dataset_weights}: expected one positive number for each "
+                f"of the {len(self.dataset)} names of --dataset"
+            )
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise ValueError(f"--chat_template={self.chat_template}: no such file")
+        if not isinstance(self.template_args, dict):
+            raise ValueError(
+                f"--chat_template_args={self.chat_template_args}: expected a JSON object"
+            )
+        if self.lora_target and self.lora_rank is None:
+            raise ValueError(f"--lora_target={self.lora_target} needs --lora_rank")
+        if self.lora_rank is not None and (self.lora_rank < 1 or self.lora_alpha < 1):
+            raise ValueError(
+                f"--lora_rank={self.lora_rank} and --lora_alpha={self.lora_alpha} must be positive"
+            )
+        # -- end shared --
         for name in ("dataset", "rewards"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
@@ -360,16 +429,31 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 # -- shared: schedule --
-def lr_factor(step: int, *, total_steps: int, warmup_steps: int, schedule: str) -> float:
-    """Learning rate of optimizer step `step` (from 0), as a share of the peak."""
+def lr_factor(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int,
+    schedule: str,
+    decay_ratio: float = 0.1,
+    min_ratio: float = 0.0,
+) -> float:
+    """Learning rate of optimizer step `step` (from 0), as a share of the peak.
+
+    Linear warm-up, then constant, or down to `min_ratio`: along a line or a half cosine from the
+    end of the warm-up, or along a line over the last `decay_ratio` of the run (wsd: warm-up,
+    stable, decay; MiniCPM, arXiv:2404.06395).
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if schedule == "linear":
-        return max(0.0, 1.0 - progress)
-    if schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return 1.0
+    if schedule == "constant":
+        return 1.0
+    start = warmup_steps
+    if schedule == "wsd":
+        start = max(start, total_steps - round(decay_ratio * total_steps))
+    progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return min_ratio + (1.0 - min_ratio) * share
 
 
 # -- end shared --
@@ -382,15 +466,52 @@ TRAIN_STREAM, EVAL_STREAM, TEST_STREAM, SPLIT_STREAM = range(4)
 
 
 # -- shared: data order --
-def batch_indices(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """Rows of step `step` (from 1): a new permutation every epoch, no row lost between epochs."""
-    order: dict[int, np.ndarray] = {}
+@lru_cache(maxsize=2)
+def epoch_order(
+    epoch: int, sizes: tuple[int, ...], weights: tuple[float, ...] | None, seed: int
+) -> np.ndarray:
+    """Rows of one epoch in their order; datasets of `sizes` rows are numbered one after the other.
+
+    Without weights an epoch is every row once. With weights it is equally long, but each dataset
+    gives its share. A dataset is walked in permutations of its own that go on from epoch to epoch,
+    so that each of its rows comes once before any comes again.
+
+    Raises:
+        ValueError: a weight is too small for a single row per epoch.
+    """
+    total = sum(sizes)
+    rows = np.arange(total)
+    if weights is not None:
+        ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(int)
+        counts = np.diff(ends, prepend=0)
+        if not counts.all():
+            raise ValueError(
+                f"--dataset_weights={weights}: of {total} rows an epoch, the datasets give "
+                f"{counts.tolist()}"
+            )
+        parts: list[np.ndarray] = []
+        for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            rounds, places = np.divmod(np.arange(epoch * count, (epoch + 1) * count), size)
+            for number in np.unique(rounds):
+                walk = np.random.default_rng((seed, source, int(number))).permutation(size)
+                parts.append(sum(sizes[:source]) + walk[places[rounds == number]])
+        rows = np.concatenate(parts)
+    return rows[np.random.default_rng((seed, epoch)).permutation(total)]
+
+
+def batch_indices(
+    step: int,
+    *,
+    sizes: tuple[int, ...],
+    weights: tuple[float, ...] | None,
+    rows_per_step: int,
+    seed: int,
+) -> list[int]:
+    """Rows of step `step` (from 1): epochs follow each other without a gap, no row is lost."""
     indices: list[int] = []
     for position in range((step - 1) * rows_per_step, step * rows_per_step):
-        epoch, offset = divmod(position, num_rows)
-        if epoch not in order:
-            order[epoch] = np.random.default_rng((seed, epoch)).permutation(num_rows)
-        indices.append(int(order[epoch][offset]))
+        epoch, offset = divmod(position, sum(sizes))
+        indices.append(int(epoch_order(epoch, sizes, weights, seed)[offset]))
     return indices
 
 
@@ -586,7 +707,7 @@ def main(args: Args) -> None:
         dtype = torch.bfloat16 if env.device.type == "cuda" else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
     stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
     # -- end shared --
     scorer = RewardScorer(
@@ -599,17 +720,20 @@ def main(args: Args) -> None:
     # ---- [2] data ----
     def load(paths: tuple[str, ...], split: str, flag: str) -> list[PromptRow]:
         """Prompts that fit and whose answer the rewards can use; what was dropped is printed."""
-        rows, dropped = load_prompts(
+        rows, report = load_prompts(
             list(paths),
             tokenizer,
             max_prompt_tokens=args.max_prompt_tokens,
             system_prompt=args.system_prompt,
             prompt_format=args.prompt_format,
+            template_kwargs=args.template_args,
             split=split,
             flag=flag,
         )
         rows, unverifiable = validate_golds(args.rewards, rows)
-        print0(f"{flag}: {len(rows)} prompts, dropped {dropped | unverifiable or 'none'}")
+        print0(report)
+        if unverifiable:
+            print0(f"  of these the rewards cannot use {unverifiable}; {len(rows)} remain")
         return rows
 
     rows = load(args.dataset, args.dataset_split, "--dataset")
@@ -618,6 +742,8 @@ def main(args: Args) -> None:
     if args.eval_dataset:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
         eval_rows = eval_rows[: args.eval_max_prompts]
+    sizes = tuple(sum(row.source == i for row in rows) for i in range(len(args.dataset)))
+    epoch_order(0, sizes, args.dataset_weights, args.seed)  # weights that cannot be met show here
     scorer.wait_ready()  # a reward file that does not import ends the run here
 
     # ---- [3] models and optimizer ----
@@ -628,6 +754,12 @@ def main(args: Args) -> None:
         env,
         dtype=dtype,
         activation_checkpointing=args.activation_checkpointing,
+        cpu_offload=args.cpu_offload,
+        compile=args.compile,
+        lora=None
+        if args.lora_rank is None
+        else LoraSettings(args.lora_rank, args.lora_alpha, args.lora_target),
+        seed=args.seed,
     )
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and args.max_sequence_tokens > context:
@@ -648,11 +780,14 @@ def main(args: Args) -> None:
             f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
             f"sequence of a batch; keep sequences within {original} tokens"
         )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        ],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.weight_decay,
         fused=True,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -662,13 +797,17 @@ def main(args: Args) -> None:
             total_steps=args.optimizer_steps,
             warmup_steps=args.num_warmup_steps,
             schedule=args.lr_schedule,
+            decay_ratio=args.decay_ratio,
+            min_ratio=args.min_lr_ratio,
         ),
     )
     # -- end shared --
     ref_model = None
     k1_in_score = args.kl_coef > 0 and args.kl_estimator == "k1"
-    if args.kl_coef > 0:  # [D2]
-        ref_model = load_model(args.model, env, dtype=dtype, trainable=False)
+    if args.kl_coef > 0 and args.lora_rank is None:  # [D2]
+        ref_model = load_model(
+            args.model, env, dtype=dtype, trainable=False, cpu_offload=args.cpu_offload
+        )
 
     # ---- [4] inference engine ----
     engine_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
@@ -835,7 +974,11 @@ def main(args: Args) -> None:
 
         # (a) rollout: token ids in; token ids and the log-probs they were sampled with out
         indices = batch_indices(
-            step, num_rows=len(rows), rows_per_step=args.prompts_per_step, seed=args.seed
+            step,
+            sizes=sizes,
+            weights=args.dataset_weights,
+            rows_per_step=args.prompts_per_step,
+            seed=args.seed,
         )
         samples = sample(
             [rows[i] for i in indices],
@@ -878,10 +1021,13 @@ def main(args: Args) -> None:
                     all_microbatches, token_logprobs(model, all_microbatches), strict=True
                 ):
                     m.old_logprobs = value
-            if ref_model is not None:
-                for m, value in zip(
-                    all_microbatches, token_logprobs(ref_model, all_microbatches), strict=True
-                ):
+            if args.kl_coef > 0:
+                if ref_model is None:  # LoRA: the reference is the model without its adapters
+                    with adapters_off(model):
+                        ref_logprobs = token_logprobs(model, all_microbatches)
+                else:
+                    ref_logprobs = token_logprobs(ref_model, all_microbatches)
+                for m, value in zip(all_microbatches, ref_logprobs, strict=True):
                     m.ref_logprobs = value
 
         # (d) advantages
@@ -1013,7 +1159,7 @@ def main(args: Args) -> None:
             "memory/peak_gb": peak_memory_gb(env.device),
             **times,
         }
-        if ref_model is not None:
+        if args.kl_coef > 0:
             metrics["policy/kl_ref"] = total["kl_ref"] / visits
         for name, values in samples.components.items():
             metrics[f"rollout/reward/{name}"] = values.nanmean().item()
@@ -1035,6 +1181,8 @@ def main(args: Args) -> None:
         source=args.model,
         stop_token_ids=stop_ids,
     )
+    if args.lora_rank is not None:  # `final` has the adapters merged in; here they are alone
+        export_adapter(model, path=output_dir / "adapter", source=args.model)
     tracker.finish()
     print0(f"final checkpoint: {output_dir / 'final'}")
     # -- end shared --

@@ -1,36 +1,49 @@
-"""Rows in any accepted format -> token ids and masks; chat templates, length limits, drop counts.
+"""Rows in any accepted format -> token ids and masks, with every dropped row counted and explained.
 
 Rules: one BOS and one stop token, wherever the template or tokenizer wants them; masks come from
-token positions, never from comparing ids with the pad id; nothing is truncated: rows that do not
-fit are dropped and counted by reason.
+token positions, never from comparing ids with the pad id; rows that do not fit are dropped (or, if
+asked for, cut) and counted by reason. `common/files.py` reads, `common/formats.py` understands
+rows, `common/chat.py` renders conversations.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
+import ctypes
+import multiprocessing
+import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, overload
 
-from jinja2.exceptions import TemplateError
+import numpy as np
 
-Messages = list[dict[str, Any]]
+from common.cache import Arrays, cache_key, load_arrays, save_arrays, share_arrays
+from common.chat import TEMPLATE_REASONS, ChatTemplate, encode
+from common.chat import stop_token_ids as stop_token_ids  # for the scripts
+from common.dist import from_rank0
+from common.files import Source, open_sources
+from common.formats import (
+    Drop,
+    Example,
+    Messages,
+    Row,
+    TrainOn,
+    detect_format,
+    parse_prompt,
+    parse_row,
+)
+
 PromptFormat = Literal["auto", "chat", "text"]
-Row = dict[str, Any]
-T = TypeVar("T")
+Overlong = Literal["drop", "truncate"]
 
-ROLES = ("system", "developer", "user", "assistant")
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-RL_FORMATS = (
-    "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth)"
-)
-SFT_FORMATS = (
-    "messages, prompt+completion, question+answer, text, instruction(+input)+output, conversations"
-)
+CHUNK_ROWS = 1000
+PARALLEL_ROWS = 20_000
+"""from here on worker processes are worth the seconds that their imports take"""
 
 
 @dataclass
@@ -43,6 +56,8 @@ class PromptRow:
     """as in the dataset (without `system_prompt`); reward functions get this"""
     columns: dict[str, Any]
     """every other column of the row, plus `ground_truth` for verl rows"""
+    source: int = 0
+    """which name on the command line it came from, counted from 0"""
 
 
 @dataclass
@@ -53,224 +68,175 @@ class TokenRow:
     loss_mask: list[bool]
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def read_rows(
-    paths: Sequence[str], flag: str = "--dataset", split: str = "train"
-) -> list[dict[str, Any]]:
-    """Read and concatenate datasets.
+class TokenDataset(Sequence[TokenRow]):
+    """SFT sequences in flat arrays: five bytes a token, shared between processes if memory-mapped.
 
     Args:
-        paths: each a .jsonl, .json, .jsonl.gz, .json.gz or .parquet file; a directory of those (if
-            some of its file names contain the split as a word, only these); or a hub name,
-            `name` or `name:config`.
-        flag: command line flag to name in errors.
-        split: split of a hub dataset or directory.
-    Raises:
-        ValueError: missing or empty dataset, invalid JSON (with file and line), a row that is not
-            an object.
+        input_ids, loss_mask: (T,) i32, bool, all sequences one after the other.
+        offsets: (S+1,) i64, where each sequence begins and the last one ends.
+        num_targets: (S,) i64, trained tokens of each sequence; counted if not given.
+        source_sizes: sequences of each dataset name, in order.
+        largest_id: largest token id; looked up if not given.
     """
-    # resolve every name first: a typo in the last one shows before the first is read
-    sources = [source for path in paths for source in _resolve(path, flag, split)]
-    rows: list[Any] = []
-    for source in sources:
-        name = str(source)
-        if isinstance(source, str):
-            new: Iterable[Any] = _read_hub(source, flag, split)
-        elif name.endswith(".parquet"):
-            import pyarrow.parquet  # slow to import, needed by few
 
-            new = pyarrow.parquet.read_table(
-                source
-            ).to_pylist()  # plain lists and dicts, no numpy arrays
-        else:
-            new = _read_json(source, flag)
-        start = len(rows)
-        for row in new:
-            if not isinstance(row, dict):
-                number = len(rows) - start + 1
-                raise ValueError(
-                    f"{flag}={name}: row {number} is a {type(row).__name__}, not an object"
-                )
-            rows.append(row)
-        if len(rows) == start:
-            raise ValueError(f"{flag}={name}: no rows")
-    if not rows:
-        raise ValueError(f"{flag}={' '.join(paths)}: no dataset given")
-    return rows
+    def __init__(
+        self,
+        input_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        offsets: np.ndarray,
+        num_targets: np.ndarray | None = None,
+        *,
+        source_sizes: Sequence[int] | None = None,
+        largest_id: int | None = None,
+    ) -> None:
+        self.input_ids, self.loss_mask, self.offsets = input_ids, loss_mask, offsets
+        self.lengths = np.diff(offsets)  # (S,) i64
+        if num_targets is None:
+            num_targets = np.add.reduceat(loss_mask, offsets[:-1], dtype=np.int64)
+        self.num_targets = num_targets
+        self.source_sizes = [len(self)] if source_sizes is None else list(source_sizes)
+        self.largest_id = int(input_ids.max()) if largest_id is None else largest_id
 
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
-def _resolve(path: str, flag: str, split: str) -> list[Path | str]:
-    """Files as Path, hub names as str."""
-    local = Path(path).expanduser()
-    if local.is_dir():
-        files = sorted(f for f in local.iterdir() if f.name.lower().endswith(SUFFIXES))
-        if not files:
-            raise ValueError(f"{flag}={path}: the directory has no {', '.join(SUFFIXES)} file")
-        # a directory with train and test files must not train on the test rows
-        of_split = [f for f in files if split in re.split(r"[^a-z]+", f.name.lower())]
-        return list(of_split or files)
-    if local.is_file():
-        if not local.name.lower().endswith(SUFFIXES):
-            raise ValueError(
-                f"{flag}={path}: expected {', '.join(SUFFIXES)}, a directory or a hub name"
-            )
-        return [local]
-    if path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"{flag}={path}: no such file or directory")
-    return [path]
-
-
-def _read_json(path: Path, flag: str) -> list[Any]:
-    name = path.name.lower()
-    opener = gzip.open if name.endswith(".gz") else open
-    rows: list[Any] = []
-    number = 0
-    try:
-        # utf-8-sig: Windows editors write a byte order mark
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            if name.removesuffix(".gz").endswith(".json"):
-                if (text := file.read()).lstrip().startswith("["):
-                    return json.loads(text)
-                file.seek(0)  # one object per line, under the other name
-            for line in file:
-                number += 1
-                if line.strip():
-                    rows.append(json.loads(line))
-    except json.JSONDecodeError as error:
-        line_number = number or error.lineno
-        raise ValueError(
-            f"{flag}={path}: invalid JSON in line {line_number}: {error.msg}"
-        ) from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag}={path}: cannot be read after line {number}: {error}") from error
-    return rows
-
-
-def _read_hub(path: str, flag: str, split: str) -> list[Any]:
-    import datasets  # seconds to import, needed by few
-
-    name, _, config = path.partition(":")
-    try:
-        return datasets.load_dataset(name, config or None, split=split).to_list()
-    except (OSError, ValueError) as error:  # not found, no network, unknown config or split
-        raise ValueError(
-            f"{flag}={path}: no such local file, and the hub says: {error} (split {split!r})"
-        ) from error
-
-
-# ---- tokenising ----------------------------------------------------------------------------------
-
-
-def stop_token_ids(tokenizer: Any, generation_config: Any | None = None) -> list[int]:
-    """All ids that end a turn, sorted: EOS of tokenizer and generation config, template's own."""
-    ids = {tokenizer.eos_token_id, _template_terminator(tokenizer)}
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids.update(configured if isinstance(configured, list | tuple) else [configured])
-    return sorted(i for i in ids if i is not None)
-
-
-def _template_terminator(tokenizer: Any) -> int | None:
-    """First special token that the chat template writes after the text of an assistant turn."""
-    if not tokenizer.chat_template:
-        return None
-    content = "Paris"
-    chat = [{"role": "user", "content": "France?"}, {"role": "assistant", "content": content}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except TemplateError:
-        return None
-    ids = tokenizer(text.rpartition(content)[2], add_special_tokens=False)["input_ids"]
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= set(tokenizer.all_special_ids)
-    return next((i for i in ids if i in special), None)
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenRow]: ...
+    def __getitem__(self, index: int | slice) -> TokenRow | list[TokenRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]  # negative indices; IndexError beyond the end
+        start, end = self.offsets[i], self.offsets[i + 1]
+        return TokenRow(self.input_ids[start:end].tolist(), self.loss_mask[start:end].tolist())
 
 
 @dataclass
-class _Encoder:
-    """Tokenizer plus the settings that decide how a conversation becomes ids."""
+class LoadReport:
+    """What became of the rows of a dataset; `str()` is what scripts print."""
+
+    flag: str
+    rows: int = 0
+    """read"""
+    formats: Counter[str] = field(default_factory=Counter)
+    """rows of each format, named by its columns"""
+    sequences: int = 0
+    """kept: SFT sequences or RL prompts"""
+    tokens: int = 0
+    """of the kept sequences"""
+    target_tokens: int = 0
+    """trained ones"""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """rows (of rows that were split: sequences) by reason"""
+    examples: dict[str, str] = field(default_factory=dict)
+    """first occurrence of each reason"""
+    truncated: int = 0
+    """sequences cut at the limit"""
+    split_rows: int = 0
+    """rows that needed several sequences"""
+    notes: list[str] = field(default_factory=list)
+    """what the reader should know"""
+    from_cache: bool = False
+    """nothing was tokenised"""
+
+    def __str__(self) -> str:
+        formats = ", ".join(f"{name} {count:,}" for name, count in self.formats.items())
+        line = f"{self.flag}: {self.rows:,} rows ({formats}) -> {self.sequences:,} sequences, "
+        line += f"{self.tokens:,} tokens"
+        if self.target_tokens:
+            line += f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.1%})"
+        lines = [line + (", from the cache" if self.from_cache else "")]
+        lines += [f"  dropped {n:,}: {self.describe(r)}" for r, n in self.dropped.items()]
+        if self.truncated:
+            lines.append(f"  truncated {self.truncated:,} sequences at the limit")
+        if self.split_rows:
+            lines.append(
+                f"  split {self.split_rows:,} rows into several sequences: earlier turns read "
+                "differently once they are history"
+            )
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def describe(self, reason: str) -> str:
+        """Reason of a drop with its first occurrence."""
+        return f"{reason} ({self.examples[reason]})" if self.examples.get(reason) else reason
+
+    def count_drop(self, drop: Drop, where: str) -> None:
+        """Count one drop; the first of its reason is described."""
+        self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
+        detail = f"{where}: {drop.detail}" if drop.detail else where
+        self.examples.setdefault(drop.reason, detail)
+
+
+# ---- one row -> ids and masks --------------------------------------------------------------------
+
+
+@dataclass
+class _RowEncoder:
+    """Tokenizer plus the settings that decide how a row becomes ids."""
 
     tokenizer: Any
     system_prompt: str | None
     prompt_format: PromptFormat
-    flag: str
+    template_kwargs: dict[str, Any] | None
+    train_on: TrainOn = "all_turns"
+    overlong: Overlong = "drop"
+    max_tokens: int = 0
+    stop_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.has_template = bool(self.tokenizer.chat_template)
-        if self.prompt_format not in ("auto", "chat", "text"):
-            raise ValueError(f"--prompt_format={self.prompt_format}: expected auto, chat or text")
-        if self.prompt_format == "chat" and not self.has_template:
+        for name, choices in (
+            ("prompt_format", ("auto", "chat", "text")),
+            ("train_on", ("all_turns", "last_turn", "full")),
+            ("overlong", ("drop", "truncate")),
+        ):
+            if getattr(self, name) not in choices:
+                expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ValueError(f"--{name}={getattr(self, name)}: expected {expected}")
+        has_template = bool(self.tokenizer.chat_template)
+        if self.prompt_format == "chat" and not has_template:
             raise ValueError("--prompt_format=chat: the tokenizer has no chat template")
-        if self.system_prompt and (self.prompt_format == "text" or not self.has_template):
+        use_template = has_template and self.prompt_format != "text"
+        if self.system_prompt and not use_template:
             raise ValueError(
                 "--system_prompt needs a chat template, but prompts are formatted as plain text"
             )
+        self.template = (
+            ChatTemplate(self.tokenizer, self.template_kwargs, self.stop_ids)
+            if use_template
+            else None
+        )
         # what the tokenizer writes before a text; what it writes after (EOS) is wrong in a prompt
-        bare, full = self._ids("a"), self.tokenizer("a")["input_ids"]
+        bare, full = encode(self.tokenizer, "a"), self.tokenizer("a")["input_ids"]
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         self.prefix: list[int] = full[: starts[0]] if starts else []
 
-    def _ids(self, text: str) -> list[int]:
-        # verbose: no warning about lengths beyond the model's; the caller drops those
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    # -- plain text --
 
     def plain(self, text: str) -> list[int]:
         """Plain text with the tokenizer's BOS exactly once (the text may spell it), without EOS."""
-        ids = self._ids(text)
+        ids = encode(self.tokenizer, text)
         return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
 
-    def chat(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-        """Ids of a rendered chat; whether there is a BOS is up to the template."""
-        if self.system_prompt and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
-        )
-
-    def as_chat(self, prompt: str | Messages) -> bool:
-        """Whether a prompt goes through the chat template."""
-        if self.prompt_format == "text":
-            return False
-        if not isinstance(prompt, str) and not self.has_template:
-            raise ValueError(
-                f"{self.flag}: rows have messages, but the tokenizer has no chat template; "
-                "use --prompt_format=text or a tokenizer with a template"
-            )
-        return self.has_template
-
-    def prompt(self, prompt: str | Messages) -> list[int]:
-        """Ids that the model continues."""
-        if self.as_chat(prompt):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return self.chat(messages, add_generation_prompt=True)
-        return self.plain(prompt if isinstance(prompt, str) else self._only_text(prompt, "user"))
-
-    def _only_text(self, messages: Messages, role: str) -> str:
+    def _only_text(self, messages: str | Messages, role: str) -> str:
+        if isinstance(messages, str):
+            return messages
         if len(messages) != 1 or messages[0]["role"] != role:
             roles = [m["role"] for m in messages]
             raise ValueError(f"--prompt_format=text: expected a single {role} turn, found {roles}")
+        if messages[0].keys() & {"tool_calls", "reasoning"}:
+            raise Drop("tools_need_template", "tool calls and reasoning need a chat template")
         return messages[0]["content"]
 
-    def completion(self, prompt: str | Messages, completion: str | Messages) -> TokenRow:
-        """Plain text: prompt, completion, one EOS; the completion and EOS are targets."""
-        target = (
-            completion if isinstance(completion, str) else self._only_text(completion, "assistant")
-        )
-        source = prompt if isinstance(prompt, str) else self._only_text(prompt, "user")
-        prompt_ids, ids = self.plain(source), self.plain(source + target)
+    def _completion(self, prompt: str, target: str) -> TokenRow:
+        """Prompt, completion, one EOS; the completion and EOS are targets."""
+        prompt_ids, ids = self.plain(prompt), self.plain(prompt + target)
         # a token across the boundary cannot be generated: a rollout starts from the prompt's ids
-        if not target or ids[: len(prompt_ids)] != prompt_ids:
-            ids = prompt_ids + self._ids(target)
-        return self._row(ids, first_target=len(prompt_ids) if target.strip() else len(ids) + 1)
+        if ids[: len(prompt_ids)] != prompt_ids:
+            ids = prompt_ids + encode(self.tokenizer, target)
+        return self._closed(ids, 1 if self.train_on == "full" else len(prompt_ids))
 
-    def text(self, text: str) -> TokenRow:
-        """Plain text and one EOS; everything but the first token is a target."""
-        if self.system_prompt:
-            raise ValueError("--system_prompt has no place in `text` rows")
-        return self._row(self.plain(text), first_target=1)
-
-    def _row(self, ids: list[int], *, first_target: int) -> TokenRow:
+    def _closed(self, ids: list[int], first_target: int) -> TokenRow:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
@@ -280,200 +246,246 @@ class _Encoder:
             ids = [*ids, eos]
         return TokenRow(ids, [t >= max(1, first_target) for t in range(len(ids))])
 
-    def conversation(self, messages: Messages, first_trained: int, stop_ids: set[int]) -> TokenRow:
-        """Chat; targets are the assistant turns from message `first_trained` on.
+    # -- any format --
 
-        A turn's targets are exactly what the engine would sample there: they begin where the
-        rendered prompt of that turn ends, and end with the first stop token (what a template
-        writes after it, often a newline, is not sampled).
+    def _is_chat(self, prompt: str | Messages, tools: list[dict[str, Any]]) -> bool:
+        """Whether a prompt goes through the chat template."""
+        if self.template:
+            return True
+        if not isinstance(prompt, str) and self.prompt_format != "text":
+            raise ValueError(
+                "rows have messages, but the tokenizer has no chat template; "
+                "use --prompt_format=text or a tokenizer with a template"
+            )
+        if tools:
+            raise Drop("tools_need_template", "tools need a chat template")
+        return False
+
+    def _with_system(self, messages: Messages) -> Messages:
+        if self.system_prompt and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def prompt(self, prompt: str | Messages, tools: list[dict[str, Any]]) -> list[int]:
+        """Ids that the model continues."""
+        if not self._is_chat(prompt, tools):
+            return self.plain(self._only_text(prompt, "user"))
+        assert self.template
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.template.prompt_ids(self._with_system(messages), tools)
+
+    def rows(self, example: Example) -> list[TokenRow]:
+        """Sequences of one row, before limits on their length.
+
+        Raises:
+            Drop: see `common/chat.py`; also `no_target`.
         """
-        ids = self.chat(messages, add_generation_prompt=False)
-        mask = [False] * len(ids)
-        for i in range(first_trained, len(messages)):
-            if messages[i]["role"] != "assistant":
-                continue
-            if i == 0:  # templates cannot render an empty prompt
-                raise _Drop("starts_with_assistant")
-            prompt = self.chat(messages[:i], add_generation_prompt=True)
-            start = len(prompt)
-            end = next((t for t in range(start, len(ids)) if ids[t] in stop_ids), None)
-            if ids[:start] != prompt or end is None:
-                raise _Drop("template_prefix")  # the template rewrites history, or tokens merge
-            mask[start : end + 1] = [True] * (end + 1 - start)
-        return TokenRow(ids, mask)
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-class _Drop(Exception):
-    """The row cannot be used; the argument is the reason to count."""
-
-
-def _as_messages(value: Any) -> Messages:
-    """Messages with text content and without null entries, which columnar files add to all rows.
-
-    Raises:
-        _Drop: tools or other roles, which this loader does not train on.
-        ValueError: not a list of {role, content}, or content that is not text.
-    """
-    if not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
-        raise ValueError(
-            f"expected text or a list of {{role, content}} messages, found {value!r:.200}"
-        )
-    messages: Messages = []
-    for message in value:
-        clean = {k: v for k, v in message.items() if v is not None}
-        if clean["role"] not in ROLES or clean.get("tool_calls"):
-            raise _Drop("tools_not_supported")
-        content = clean.get("content", "")
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, dict)]
-            texts = [text for text in texts if isinstance(text, str)]
-            content = "".join(texts) if len(texts) == len(content) else content
-        if not isinstance(content, str):
-            raise ValueError(f"message content must be text, found {content!r:.200}")
-        messages.append({**clean, "content": content})
-    return messages
-
-
-def _text_or_messages(value: Any) -> str | Messages:
-    return value if isinstance(value, str) else _as_messages(value)
-
-
-def _unknown_columns(row: Row, accepted: str) -> ValueError:
-    return ValueError(f"unknown format: columns {sorted(row)}; accepted: {accepted}")
-
-
-def _prompt_row(row: Row, encoder: _Encoder, max_prompt_tokens: int) -> PromptRow:
-    if "prompt" not in row and not {"question", "answer"} <= set(row):
-        raise _unknown_columns(row, RL_FORMATS)
-    key = "prompt" if "prompt" in row else "question"
-    columns = {name: value for name, value in row.items() if name != key}
-    grading = columns.get("reward_model")
-    if isinstance(grading, dict) and "ground_truth" in grading:
-        columns.setdefault("ground_truth", grading["ground_truth"])
-    prompt = "" if row[key] is None else _text_or_messages(row[key])
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not any(m["content"].strip() for m in turns if m["role"] != "system"):
-        raise _Drop("empty_prompt")
-    if turns[-1]["role"] == "assistant":
-        raise _Drop("prompt_ends_with_assistant")
-    prompt_ids = encoder.prompt(prompt)
-    if not prompt_ids:  # a tokenizer may normalise a text away
-        raise _Drop("empty_prompt")
-    if len(prompt_ids) > max_prompt_tokens:
-        raise _Drop("too_long")
-    return PromptRow(prompt_ids, prompt, columns)
-
-
-def _token_row(row: Row, encoder: _Encoder, max_tokens: int, stop_ids: set[int]) -> TokenRow:
-    if row.get("tools"):
-        raise _Drop("tools_not_supported")
-    prompt: str | Messages = []
-    if "messages" in row:
-        completion = _as_messages(row["messages"] or [])
-    elif {"prompt", "completion"} <= set(row):
-        prompt, completion = (_text_or_messages(row[k] or "") for k in ("prompt", "completion"))
-        if isinstance(prompt, str) != isinstance(completion, str):
-            raise ValueError("prompt and completion must both be text or both be messages")
-    elif {"question", "answer"} <= set(row):
-        prompt, completion = str(row["question"] or ""), str(row["answer"] or "")
-    elif "text" in row:
-        completion = _text_or_messages(row["text"] or "")
-    elif {"instruction", "output"} <= set(row):
-        prompt = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        completion = row["output"] or ""
-    elif "conversations" in row:
-        roles = {"human": "user", "gpt": "assistant"}
-        completion = _as_messages(
-            [
-                {"role": roles.get(m.get("from"), m.get("from")), "content": m.get("value")}
-                for m in row["conversations"] or []
-            ]
-        )
-        if row.get("system"):
-            completion.insert(0, {"role": "system", "content": row["system"]})
-    else:
-        raise _unknown_columns(row, SFT_FORMATS)
-
-    if not completion:
-        raise _Drop("no_target")
-    if isinstance(completion, str) and isinstance(prompt, list):
-        result = encoder.text(completion)
-    elif encoder.as_chat(completion):
+        prompt, completion, tools = example.prompt, example.completion, example.tools
+        if not completion or (isinstance(completion, str) and not completion.strip()):
+            raise Drop("no_target", "nothing to train on")
+        if isinstance(completion, str) and isinstance(prompt, list) and not prompt:
+            if self.system_prompt:
+                raise ValueError("--system_prompt has no place in `text` rows")
+            if tools:
+                raise Drop("tools_need_template", "tools have no place in `text` rows")
+            return [self._closed(self.plain(completion), 1)]
+        if not self._is_chat(completion, tools):
+            if not prompt and isinstance(completion, list):
+                prompt, completion = completion[:-1], completion[-1:]
+            texts = self._only_text(prompt, "user"), self._only_text(completion, "assistant")
+            return [self._completion(*texts)]
+        assert self.template
         if isinstance(prompt, str):
-            assert isinstance(completion, str)
             prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        assert isinstance(completion, list)
-        result = encoder.conversation(prompt + completion, len(prompt), stop_ids)
-    else:
-        if not prompt:
-            prompt, completion = completion[:-1], completion[-1:]
-        result = encoder.completion(prompt, completion)
-    if not any(result.loss_mask):
-        raise _Drop("no_target")
-    if len(result.input_ids) > max_tokens:
-        raise _Drop("too_long")
-    return result
-
-
-def _convert(
-    rows: list[Row], convert: Callable[[Row], T], flag: str, limit: str
-) -> tuple[list[T], dict[str, int]]:
-    """Apply `convert` to every row; counts what it drops, adds the row number to what it raises."""
-    kept: list[T] = []
-    drops: Counter[str] = Counter()
-    refusal = ""
-    for number, row in enumerate(rows, start=1):
-        try:
-            kept.append(convert(row))
-        except _Drop as drop:
-            drops[str(drop)] += 1
-        except TemplateError as error:  # for example a template that insists on alternating roles
-            drops["template_error"] += 1
-            refusal = refusal or f"; the chat template says: {error}"
-        except ValueError as error:
-            raise ValueError(f"{flag}: row {number}: {error}") from error
-        except Exception as error:  # noqa: BLE001  odd values in a row, or code in a template
-            raise ValueError(f"{flag}: row {number}: {type(error).__name__}: {error}") from error
-    if not kept:
-        raise ValueError(
-            f"{flag}: all {len(rows)} rows were dropped: {dict(drops)} ({limit}){refusal}"
+        messages = self._with_system(prompt + completion)
+        num_context = len(messages) - len(completion)
+        sequences = self.template.sequences(
+            messages, tools, num_context=num_context, train_on=self.train_on
         )
-    return kept, dict(drops)
+        return [TokenRow(ids, mask) for ids, mask in sequences]
 
 
-def load_prompts(
-    paths: Sequence[str],
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    system_prompt: str | None = None,
-    prompt_format: PromptFormat = "auto",
-    flag: str = "--dataset",
-    split: str = "train",
-) -> tuple[list[PromptRow], dict[str, int]]:
-    """RL prompts as token ids.
+# ---- SFT -----------------------------------------------------------------------------------------
 
-    Args:
-        paths: see `read_rows`. Formats: `prompt` (text or messages), `question`+`answer`, verl.
-        max_prompt_tokens: longer prompts (generation prompt included) are dropped, never truncated.
-        system_prompt: put before prompts that have no system turn.
-        prompt_format: auto (chat template if there is one), chat (insist on it), text (plain).
-    Returns:
-        Rows in file order, and the number of dropped rows by reason.
-    Raises:
-        ValueError: unreadable data, unknown columns, a format that does not fit, or no row left.
-    """
-    encoder = _Encoder(tokenizer, system_prompt, prompt_format, flag)
-    rows = read_rows(paths, flag, split)
-    return _convert(
-        rows,
-        lambda row: _prompt_row(row, encoder, max_prompt_tokens),
-        flag,
-        f"{max_prompt_tokens=}",
+
+class _BadRow(ValueError):
+    """(index of the row, message)"""
+
+
+@dataclass
+class _Chunk:
+    """Some rows of a source, encoded; indices are those of the source."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    lengths: list[int]
+    drops: list[tuple[int, str, str]]
+    """index, reason, detail"""
+    rows: int
+    formats: Counter[str]
+    notes: set[str]
+    truncated: int
+    split_rows: int
+
+
+def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
+    ids: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    drops: list[tuple[int, str, str]] = []
+    formats: Counter[str] = Counter()
+    truncated = split_rows = 0
+    for index, row in enumerate(rows, start=start):
+        try:
+            name = detect_format(row)
+            formats[name] += 1
+            sequences = encoder.rows(parse_row(row, name))
+        except Drop as drop:
+            drops.append((index, drop.reason, drop.detail))
+            continue
+        except RecursionError as error:
+            drops.append((index, "nested_too_deep", str(error)))
+            continue
+        except ValueError as error:
+            raise _BadRow(index, str(error)) from error
+        split_rows += len(sequences) > 1
+        for sequence in sequences:
+            length = len(sequence.input_ids)
+            if length > encoder.max_tokens and encoder.overlong == "drop":
+                drops.append((index, "too_long", f"{length:,} tokens"))
+                continue
+            mask = np.array(sequence.loss_mask[: encoder.max_tokens], dtype=bool)
+            if not mask.any():
+                what = "no_target" if length == len(mask) else "too_long"
+                drops.append((index, what, f"no target among the first {len(mask):,} tokens"))
+                continue
+            truncated += length > len(mask)
+            ids.append(np.array(sequence.input_ids[: len(mask)], dtype=np.int32))
+            masks.append(mask)
+    return _Chunk(
+        np.concatenate([np.zeros(0, np.int32), *ids]),
+        np.concatenate([np.zeros(0, bool), *masks]),
+        [len(mask) for mask in masks],
+        drops,
+        len(rows),
+        formats,
+        set(encoder.template.notes) if encoder.template else set(),
+        truncated,
+        split_rows,
+    )
+
+
+_worker_encoder: list[_RowEncoder] = []
+
+
+def _start_worker(encoder: _RowEncoder) -> None:
+    if sys.platform == "linux":  # a killed run must not leave its workers behind
+        ctypes.CDLL(None).prctl(1, 15)
+    _worker_encoder.append(encoder)
+
+
+def _encode_in_worker(job: tuple[list[Row], int]) -> _Chunk:
+    return _encode_chunk(*job, _worker_encoder[0])
+
+
+def _num_cores() -> int:
+    if sys.platform == "linux":  # those that a job scheduler has given us
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _encode_rows(rows: list[Row], encoder: _RowEncoder, chunk_rows: int) -> Iterator[_Chunk]:
+    """Encode chunk by chunk, in order; many rows in as many processes as there are cores."""
+    jobs = ((rows[i : i + chunk_rows], i) for i in range(0, len(rows), chunk_rows))
+    num_workers = min(_num_cores(), 16)
+    if len(rows) < PARALLEL_ROWS or chunk_rows < CHUNK_ROWS or num_workers == 1:
+        yield from (_encode_chunk(chunk, start, encoder) for chunk, start in jobs)
+        return
+    with ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(encoder,),
+    ) as pool:
+        yield from pool.map(_encode_in_worker, jobs)
+
+
+def _build(
+    sources: list[Source], encoder: _RowEncoder, report: LoadReport, limit: int | None
+) -> Arrays:
+    """Read and encode all sources; fills in the report."""
+    if encoder.template:
+        encoder.template.check()
+    chunks: list[_Chunk] = []
+    source_sizes = np.zeros(len(sources), np.int64)
+    chunk_rows = min(CHUNK_ROWS, limit or CHUNK_ROWS)
+    for number, source in enumerate(sources):
+        dropped: Counter[str] = Counter()
+        for chunk in _progress(source, _encode_source(source, encoder, chunk_rows)):
+            chunks.append(chunk)
+            source_sizes[number] += len(chunk.lengths)
+            report.rows += chunk.rows
+            report.formats += chunk.formats
+            report.truncated += chunk.truncated
+            report.split_rows += chunk.split_rows
+            report.notes = sorted({*report.notes, *chunk.notes})
+            for index, reason, detail in chunk.drops:
+                report.count_drop(Drop(reason, detail), source.locate(index))
+            dropped.update(reason for _, reason, _ in chunk.drops)
+            if limit and source_sizes.sum() >= limit:
+                source_sizes[number] -= source_sizes.sum() - limit
+                break
+        if not source_sizes[number]:
+            raise _all_dropped(report, source, dropped, f"max_tokens={encoder.max_tokens}")
+        if limit and source_sizes.sum() >= limit:
+            break
+    failed = [reason for reason in TEMPLATE_REASONS if reason in report.dropped]
+    if 2 * sum(report.dropped[reason] for reason in failed) > report.rows:
+        details = "; ".join(report.describe(reason) for reason in failed)
+        raise ValueError(f"{report.flag}: the chat template fails on most rows: {details}")
+    offsets = np.cumsum([0, *(n for chunk in chunks for n in chunk.lengths)], dtype=np.int64)
+    offsets = offsets[: source_sizes.sum() + 1]
+    ids = np.concatenate([chunk.ids for chunk in chunks])[: offsets[-1]]
+    mask = np.concatenate([chunk.mask for chunk in chunks])[: offsets[-1]]
+    report.sequences, report.tokens = len(offsets) - 1, len(ids)
+    report.target_tokens = int(mask.sum())
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "offsets": offsets,
+        "num_targets": np.add.reduceat(mask, offsets[:-1], dtype=np.int64),
+        "source_sizes": source_sizes,
+        "largest_id": ids.max(keepdims=True),
+    }
+
+
+def _encode_source(source: Source, encoder: _RowEncoder, chunk_rows: int) -> Iterator[_Chunk]:
+    try:
+        yield from _encode_rows(source.read(), encoder, chunk_rows)
+    except _BadRow as error:
+        index, message = error.args
+        raise ValueError(f"{source.flag}: {source.locate(index)}: {message}") from error
+
+
+def _progress(source: Source, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+    """A line every ten seconds."""
+    rows, said = 0, time.monotonic()
+    for chunk in chunks:
+        yield chunk
+        rows += chunk.rows
+        if time.monotonic() > said + 10:
+            said = time.monotonic()
+            print(f"{source.flag}={source.name}: {rows:,} rows tokenised", flush=True)
+
+
+def _all_dropped(
+    report: LoadReport, source: Source, dropped: Counter[str], limit: str
+) -> ValueError:
+    reasons = "; ".join(f"{n} {report.describe(reason)}" for reason, n in dropped.items())
+    return ValueError(
+        f"{source.flag}: all {sum(dropped.values())} rows of {source.name} were dropped: "
+        f"{reasons} ({limit})"
     )
 
 
@@ -484,36 +496,156 @@ def load_sft_rows(
     max_tokens: int,
     system_prompt: str | None = None,
     prompt_format: PromptFormat = "auto",
+    train_on: TrainOn = "all_turns",
+    overlong: Overlong = "drop",
+    template_kwargs: dict[str, Any] | None = None,
+    stop_ids: Sequence[int] = (),
+    cache_dir: Path | None = None,
+    limit: int | None = None,
     flag: str = "--dataset",
     split: str = "train",
-) -> tuple[list[TokenRow], dict[str, int]]:
-    """SFT sequences as token ids and loss masks; targets are all assistant turns with their stop.
+) -> tuple[TokenDataset, LoadReport]:
+    """SFT sequences as token ids and loss masks.  # collective: all ranks
+
+    Rank 0 reads and tokenises, once per content and settings if there is a cache.
 
     Args:
-        paths: see `read_rows`. Formats: `messages`, `prompt`+`completion`, `text` (never
-            templated), `instruction`(+`input`)+`output`, `conversations`.
-        max_tokens: longer rows are dropped, never truncated.
-        system_prompt, prompt_format: as in `load_prompts`.
-    Returns:
-        Rows in file order, and the number of dropped rows by reason.
+        paths: see `common.files.open_sources`; formats: `common.formats.SFT_FORMATS`. Of preference
+            rows the chosen side is trained. `text` rows are never templated.
+        max_tokens: longest sequence.
+        system_prompt: put before conversations that have no system turn.
+        prompt_format: auto (chat template if there is one), chat (insist on it), text (plain).
+        train_on: all_turns (all assistant turns; of prompt+completion and preference rows those of
+            the completion), last_turn (the last of them), full (all tokens but a sequence's first).
+        overlong: drop longer sequences, or truncate them: their tail is lost.
+        template_kwargs: variables for the chat template, for example {"enable_thinking": False}.
+        stop_ids: tokens that end a turn, besides the tokenizer's EOS and the template's own.
+        cache_dir: keep the result here and use it next time.
+        limit: stop after so many sequences, without cache.
+        flag, split: see `common.files.open_sources`.
     Raises:
-        ValueError: as `load_prompts`; also a chat template that ends turns without a stop token.
+        ValueError: the same on all ranks: unreadable data, unknown columns, a dataset without a row
+            left, a chat template that cannot be trained on, a setting that does not fit.
     """
-    encoder = _Encoder(tokenizer, system_prompt, prompt_format, flag)
-    rows = read_rows(paths, flag, split)
-    stop_ids = set(stop_token_ids(tokenizer))
-    if encoder.has_template and prompt_format != "text" and _template_terminator(tokenizer) is None:
-        raise ValueError(
-            "the chat template ends assistant turns without a special token: the model could not "
-            "learn to stop; use another template or --prompt_format=text"
-        )
-    return _convert(
-        rows, lambda row: _token_row(row, encoder, max_tokens, stop_ids), flag, f"{max_tokens=}"
+    encoder = _RowEncoder(
+        *(tokenizer, system_prompt, prompt_format, template_kwargs),
+        train_on=train_on,
+        overlong=overlong,
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
     )
+    arrays: Arrays = {}
+
+    def load() -> tuple[LoadReport, Path | None]:
+        sources = open_sources(paths, flag=flag, split=split)
+        folder = None
+        if cache_dir is not None and limit is None:
+            settings = (system_prompt, prompt_format, template_kwargs, train_on, overlong)
+            fingerprints = [source.fingerprint() for source in sources]
+            key = cache_key(tokenizer, fingerprints, settings, max_tokens, sorted(stop_ids))
+            folder = Path(cache_dir).expanduser().resolve() / key
+            if cached := load_arrays(folder):
+                arrays.update(cached[0])
+                report = LoadReport(**cached[1] | {"flag": flag, "from_cache": True})
+                report.formats = Counter(report.formats)
+                return report, folder
+        report = LoadReport(flag)
+        arrays.update(_build(sources, encoder, report, limit))
+        if folder:
+            try:
+                save_arrays(folder, arrays, vars(report))
+            except OSError as error:
+                report.notes.append(f"not cached: {error}")
+                folder = None
+        return report, folder
+
+    report, folder = from_rank0(load)
+    arrays = share_arrays(arrays, folder)
+    dataset = TokenDataset(
+        *(arrays[name] for name in ("input_ids", "loss_mask", "offsets", "num_targets")),
+        source_sizes=arrays["source_sizes"].tolist(),
+        largest_id=int(arrays["largest_id"][0]),
+    )
+    return dataset, report
 
 
-def render_example(row: TokenRow | PromptRow, tokenizer: Any, *, max_chars: int = 600) -> str:
-    """Decoded row with «trained tokens» marked; longer stretches are cut in their middle."""
+# ---- RL prompts ----------------------------------------------------------------------------------
+
+
+def _prompt_row(row: Row, encoder: _RowEncoder, report: LoadReport, source: int) -> PromptRow:
+    key, prompt, tools = parse_prompt(row)
+    report.formats["question+answer" if key == "question" else key] += 1
+    columns = {name: value for name, value in row.items() if name != key}
+    grading = columns.get("reward_model")
+    if isinstance(grading, dict) and "ground_truth" in grading:
+        columns.setdefault("ground_truth", grading["ground_truth"])
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not any(m["content"].strip() for m in turns if m["role"] != "system"):
+        raise Drop("empty_prompt")
+    if turns[-1]["role"] == "assistant":
+        raise Drop("prompt_ends_with_assistant")
+    prompt_ids = encoder.prompt(prompt, tools)
+    if not prompt_ids:  # a tokenizer may normalise a text away
+        raise Drop("empty_prompt")
+    if len(prompt_ids) > encoder.max_tokens:
+        raise Drop("too_long", f"{len(prompt_ids):,} tokens")
+    return PromptRow(prompt_ids, prompt, columns, source)
+
+
+def load_prompts(
+    paths: Sequence[str],
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    system_prompt: str | None = None,
+    prompt_format: PromptFormat = "auto",
+    template_kwargs: dict[str, Any] | None = None,
+    flag: str = "--dataset",
+    split: str = "train",
+) -> tuple[list[PromptRow], LoadReport]:
+    """RL prompts as token ids; every rank loads them itself.
+
+    Args:
+        paths: see `common.files.open_sources`. Formats: `prompt` (text or messages, with `tools`),
+            `question`+`answer`, verl.
+        max_prompt_tokens: longer prompts (generation prompt included) are dropped, never truncated.
+        system_prompt, prompt_format, template_kwargs, flag, split: as in `load_sft_rows`.
+    Returns:
+        Rows in file order, and what was dropped.
+    Raises:
+        ValueError: unreadable data, unknown columns, a format that does not fit, or no row left.
+    """
+    encoder = _RowEncoder(
+        *(tokenizer, system_prompt, prompt_format, template_kwargs), max_tokens=max_prompt_tokens
+    )
+    report = LoadReport(flag)
+    kept: list[PromptRow] = []
+    for number, source in enumerate(open_sources(paths, flag=flag, split=split)):
+        dropped: Counter[str] = Counter()
+        rows = source.read()
+        for index, row in enumerate(rows):
+            try:
+                kept.append(_prompt_row(row, encoder, report, number))
+            except (Drop, RecursionError) as error:
+                drop = error if isinstance(error, Drop) else Drop("nested_too_deep", str(error))
+                report.count_drop(drop, source.locate(index))
+                dropped[drop.reason] += 1
+            except ValueError as error:
+                raise ValueError(f"{flag}: {source.locate(index)}: {error}") from error
+        report.rows += len(rows)
+        if dropped.total() == len(rows):
+            raise _all_dropped(report, source, dropped, f"{max_prompt_tokens=}")
+    report.sequences, report.tokens = len(kept), sum(len(row.prompt_ids) for row in kept)
+    if encoder.template:
+        report.notes = sorted(encoder.template.notes)
+    return kept, report
+
+
+def render_example(
+    row: TokenRow | PromptRow, tokenizer: Any, *, max_chars: int = 600, color: bool = False
+) -> str:
+    """Decoded row with «trained tokens» marked (or green); longer stretches lose their middle."""
+    left, right = ("\x1b[32m", "\x1b[0m") if color else ("«", "»")
     ids, mask = (
         (row.input_ids, row.loss_mask)
         if isinstance(row, TokenRow)
@@ -526,5 +658,5 @@ def render_example(row: TokenRow | PromptRow, tokenizer: Any, *, max_chars: int 
         if len(text) > max_chars:
             half = max_chars // 2
             text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
-        parts.append(f"«{text}»" if mask[start] else text)
+        parts.append(f"{left}{text}{right}" if mask[start] else text)
     return "".join(parts)

@@ -4,10 +4,13 @@ import contextlib
 import ctypes
 import datetime
 import io
+import itertools
 import os
+import pickle
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +21,9 @@ import torch.distributed as dist
 import tyro
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+T = TypeVar("T")
+
+_from_rank0_calls = itertools.count()
 _REPOSITORY = str(Path(__file__).resolve().parent.parent)
 
 
@@ -110,6 +116,44 @@ def all_gather_objects(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def from_rank0(work: Callable[[], T]) -> T:
+    """Let rank 0 do something, and give its result to every rank.  # collective: all ranks
+
+    The others wait without a collective, so that the work may take longer than the time-out.
+
+    Args:
+        work: runs on rank 0 only; its result is pickled, so keep it small.
+    Returns:
+        Rank 0's result.
+    Raises:
+        Exception: whatever `work` raises on rank 0, on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    # every rank counts its own calls: they are made in the same order everywhere
+    key = f"unroll/from_rank0/{next(_from_rank0_calls)}"
+    if dist.get_rank() != 0:
+        while not store.check([key]):
+            time.sleep(0.1)
+        result, error = pickle.loads(store.get(key))
+        if error is not None:
+            raise error
+        return result
+    try:
+        result = work()
+    except Exception as error:
+        try:
+            outcome = pickle.dumps((None, error))
+            pickle.loads(outcome)  # not every exception survives
+        except Exception:  # noqa: BLE001  whatever its class does when it is pickled
+            outcome = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+        store.set(key, outcome)  # pyright: ignore[reportArgumentType]  bytes are fine
+        raise
+    store.set(key, pickle.dumps((result, None)))  # pyright: ignore[reportArgumentType]
+    return result
 
 
 def shutdown() -> None:

@@ -12,6 +12,18 @@ from common.packing import PackedRow
 from kernels.logprob import fused_logprobs
 
 
+class Boundaries:
+    """Where the sequences of a packed row start and end, for `model.packed_attention`.
+
+    A plain class on purpose: torch.compile looks into lists, dataclasses and tuples that a layer
+    hands on, and would compile it again for every row of other lengths.
+    """
+
+    def __init__(self, seqlens: list[int], cu_seqlens: Tensor) -> None:
+        self.seqlens = seqlens  # (S,) tokens of each sequence
+        self.cu_seqlens = cu_seqlens  # (S+1,) i32
+
+
 def compute_logprobs(
     model: PreTrainedModel, row: PackedRow, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -43,14 +55,13 @@ def _packed_logprobs(
     model: PreTrainedModel, row: PackedRow, temperature: float
 ) -> tuple[Tensor, Tensor]:
     # use_cache=False and no attention_mask: either would make transformers ignore the row's
-    # sequence boundaries. "packed" attention reads them from the two extra keywords.
+    # sequence boundaries. "packed" attention reads them from the extra keyword.
     hidden = (
         model.get_decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
-            seqlens=row.seqlens,
-            cu_seqlens=row.cu_seqlens,
+            boundaries=Boundaries(row.seqlens, row.cu_seqlens),
         )
         .last_hidden_state[0]
         .contiguous()

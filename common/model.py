@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -28,10 +28,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.dist import DistEnv
-from common.logprobs import add_logprobs_method, compute_logprobs
+from common.logprobs import Boundaries, add_logprobs_method, compute_logprobs
+from common.lora import LoraSettings, add_adapters, with_adapters, write_peft_folder
 from common.packing import pack
+from common.weight_sync import stream_adapters
 
 
+@torch.compiler.disable  # it reads the boundaries, which differ from row to row
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -43,26 +46,26 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    seqlens: list[int] | None = None,
-    cu_seqlens: Tensor | None = None,
+    boundaries: Boundaries | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row, none across (transformers' protocol).
 
     Args:
         query, key, value: (1, heads, T, head_dim); key and value may have fewer heads.
-        attention_mask: must be None; the boundaries come from `seqlens`.
+        attention_mask: must be None; the sequences come from `boundaries`.
         scaling: factor of the scores; None is head_dim ** -0.5.
         dropout: must be 0: old and new log-probs have to come from the same function.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
-        seqlens, cu_seqlens: lengths of the sequences as ints, and their (S+1,) i32 boundaries.
+        boundaries: of the row's sequences.
 
     Returns:
         (1, T, heads, head_dim) and None for the attention weights.
     """
-    if seqlens is None or cu_seqlens is None or attention_mask is not None or dropout:
-        raise RuntimeError("packed attention needs seqlens and no mask or dropout")
+    if boundaries is None or attention_mask is not None or dropout:
+        raise RuntimeError("packed attention needs boundaries and no mask or dropout")
+    seqlens, cu_seqlens = boundaries.seqlens, boundaries.cu_seqlens
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         # One fused kernel for all sequences; it exists for 16-bit CUDA tensors only.
         longest = max(seqlens)
@@ -123,8 +126,12 @@ def _softcapped_attention(
 AttentionInterface.register("packed", packed_attention)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name.
+
+    Args:
+        name: folder or hub name.
+        chat_template: file with a Jinja template to use instead of the tokenizer's own.
 
     Raises:
         ValueError: there is none, or it names no end-of-sequence token.
@@ -139,6 +146,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"--model={name}: the tokenizer makes no token of a text; files missing?")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model={name}: the tokenizer has no eos token, so no response can end")
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -157,70 +166,65 @@ def load_model(
     dtype: torch.dtype,
     trainable: bool = True,
     activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    compile: bool = False,  # noqa: A002
+    lora: LoraSettings | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Load a causal language model and shard it over the ranks.  # collective: all ranks
 
     Rank 0 reads the checkpoint into host memory and sends each parameter to the shards of the
     others, so any checkpoint that transformers reads will do, and only one host holds it whole.
-    Parameters and gradient reductions are fp32 whatever the compute `dtype`: AdamW on bf16
-    parameters loses small updates (bf16 has 0.0078 between neighbours just above 1).
+    Trained parameters and gradient reductions are fp32 whatever the compute `dtype`: AdamW on bf16
+    parameters loses small updates (bf16 has 0.0078 between neighbours just above 1). Frozen ones
+    (a reference model, the base under LoRA) are in `dtype`.
 
     Args:
         name: folder or hub name.
         env: device and mesh.
         dtype: compute dtype of forward and backward: float32 or bfloat16.
-        trainable: False for a reference model: no gradients, and parameters in `dtype`.
+        trainable: False for a reference model: no gradients.
         activation_checkpointing: recompute each layer in backward; less memory, same results.
+        cpu_offload: keep parameters, gradients and with them the optimizer state in host memory;
+            only the layers at work are on the GPU. Much less GPU memory, much slower.
+        compile: let torch.compile fuse what lies between the matrix products of each layer.
+        lora: train adapters instead of the model's own parameters, which are frozen.
+        seed: of the adapters' initial values.
 
     Returns:
         The model in eval mode (no dropout anywhere), with a `logprobs` method (logprobs.py).
 
     Raises:
-        ValueError: no model is found under `name`, or it is not a plain dense text model.
+        ValueError: no model is found under `name`, or it is not a plain dense text model, or the
+            adapters do not fit it.
     """
     try:
         config = AutoConfig.from_pretrained(name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--model={name}: no model found ({error})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"--model={name}: model type {config.model_type!r} is not a causal LM")
     if hasattr(config, "vision_config"):
         raise ValueError(f"--model={name}: {config.model_type!r} takes images; text models only")
-    master_dtype = torch.float32 if trainable else dtype
-    config.dtype = master_dtype
+    assert trainable or lora is None, "a frozen model has no use for adapters"
+    base_dtype = torch.float32 if trainable and lora is None else dtype
+    config.dtype = base_dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=master_dtype, attn_implementation="packed"
+            config, dtype=base_dtype, attn_implementation="packed"
         )
-    if not trainable:
+    if lora is not None:
+        add_adapters(model, lora)
+    elif not trainable:
         model.requires_grad_(False)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    shard = env.mesh["shard"] if env.mesh["replicate"].size() == 1 else env.mesh
-    options: dict[str, Any] = dict(
-        mesh=shard,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=torch.float32
-        ),
-        # With one shard there is nothing to free between forward and backward.
-        reshard_after_forward=env.mesh["shard"].size() > 1,
-    )
-    layer_classes: set[str] = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    for module in list(model.modules()):
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, **options)
-    # Embedding and head stay in the root's group: they may be one tied tensor.
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The scripts divide by global counts themselves, so FSDP sums and does not average.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    model.to_empty(device=env.device)
+    _shard(model, env, dtype=dtype, cpu_offload=cpu_offload, compile_layers=compile)
+    # Buffers follow to env.device when they are loaded.
+    model.to_empty(device="cpu" if cpu_offload else env.device)
     add_logprobs_method(model)
-    _load_from_rank0(model, name, env, exact=dtype == torch.float32)
+    _load_from_rank0(model, name, env, base_dtype, exact=dtype == torch.float32, seed=seed)
     # No dropout, ever: it would make old and new log-probs differ by noise. Layers ask for
     # `training` before they checkpoint activations; the flag alone switches no dropout on.
     model.eval()
@@ -231,7 +235,54 @@ def load_model(
     return model
 
 
-def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv, *, exact: bool) -> None:
+def _shard(
+    model: PreTrainedModel,
+    env: DistEnv,
+    *,
+    dtype: torch.dtype,
+    cpu_offload: bool,
+    compile_layers: bool,
+) -> None:
+    """Shard a model on the meta device, one group per decoder layer and one for the rest."""
+    shard = env.mesh["shard"] if env.mesh["replicate"].size() == 1 else env.mesh
+    options: dict[str, Any] = dict(
+        mesh=shard,
+        # One group holds a layer's bf16 base and its fp32 adapters; both are gathered in `dtype`.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        ),
+        # One shard on the GPU is all there is: nothing to free between forward and backward.
+        reshard_after_forward=env.mesh["shard"].size() > 1 or cpu_offload,
+    )
+    if cpu_offload:
+        # The gradient norm is reduced where the gradients are, and the weights arrive there.
+        backends = dist.get_backend_config()
+        assert "cpu:" in backends, f"--cpu_offload: no backend for CPU tensors in {backends}"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
+    layer_classes: set[str] = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    for module in list(model.modules()):
+        if type(module).__name__ in layer_classes:
+            if compile_layers:
+                module.compile(dynamic=True)  # in place: names stay as they are
+            fully_shard(module, **options)
+    # Embedding and head stay in the root's group: they may be one tied tensor.
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The scripts divide by global counts themselves, so FSDP sums and does not average.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _load_from_rank0(
+    model: PreTrainedModel,
+    name: str,
+    env: DistEnv,
+    base_dtype: torch.dtype,
+    *,
+    exact: bool,
+    seed: int,
+) -> None:
     """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads, and check that
     its packed log-probs are those of the plain model.
     """
@@ -248,12 +299,12 @@ def _load_from_rank0(model: PreTrainedModel, name: str, env: DistEnv, *, exact: 
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
-                dtype=model.dtype,
+                dtype=base_dtype,
                 attn_implementation="eager",  # what the others leave out (soft caps) it has
                 output_loading_info=True,
             )
             full, report = loaded
-            state = full.state_dict()
+            state = with_adapters(model, full.state_dict(), seed=seed)
             if report["missing_keys"]:  # transformers would go on with random values
                 failure = f"the checkpoint lacks {sorted(report['missing_keys'])[:3]}"
             full.eval()
@@ -339,6 +390,39 @@ def export_hf(
         source: the checkpoint the run started from, whose config is kept.
         stop_token_ids: ids that end a response, for the generation config.
     """
+    _write_folder(
+        path,
+        tensors,
+        lambda folder, state: _write_checkpoint(
+            model, tokenizer, state, folder, source, stop_token_ids
+        ),
+    )
+
+
+def export_adapter(model: PreTrainedModel, *, path: Path, source: str) -> None:
+    """Write the adapters of a LoRA model in peft's format.  # collective: all ranks
+
+    `peft.PeftModel.from_pretrained(base, path)` loads the folder. Like `export_hf`, it is written
+    beside `path` and renamed.
+
+    Args:
+        model: from `load_model` with `lora`.
+        path: folder to write; an older one is replaced.
+        source: the checkpoint the run started from, to which the adapters belong.
+    """
+    _write_folder(
+        path,
+        stream_adapters(model),
+        lambda folder, state: write_peft_folder(model, state, folder, base=source),
+    )
+
+
+def _write_folder(
+    path: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    write: Callable[[Path, dict[str, Tensor]], None],
+) -> None:
+    """Gather `tensors`, let rank 0 `write` them into a folder, and rename that to `path`."""
     rank0 = dist.get_rank() == 0
     # All ranks take part in gathering each tensor; only rank 0 keeps them, in host memory.
     state: dict[str, Tensor] = {}
@@ -350,8 +434,15 @@ def export_hf(
     if broken:
         failure = f"{len(broken)} tensors are not finite, the first is {broken[0]}"
     elif rank0:
+        partial, replaced = (path.with_name(path.name + end) for end in (".partial", ".replaced"))
         try:
-            _write_checkpoint(model, tokenizer, state, path, source, stop_token_ids)
+            for leftover in (partial, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            write(partial, state)
+            if path.exists():
+                path.rename(replaced)
+            partial.rename(path)
+            shutil.rmtree(replaced, ignore_errors=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             failure = f"{type(error).__name__}: {error}"
     outcome = [failure]
@@ -364,29 +455,22 @@ def _write_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Tensor],
-    path: Path,
+    folder: Path,
     source: str,
     stop_token_ids: list[int],
 ) -> None:
-    partial, replaced = (path.with_name(path.name + end) for end in (".partial", ".replaced"))
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
     dtype = next(iter(state.values())).dtype
-    model.save_pretrained(partial, state_dict=state)
-    tokenizer.save_pretrained(partial)
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
     # The model's own config describes the fp32 masters; the user's describes the checkpoint.
     config = AutoConfig.from_pretrained(source)
     config.architectures = model.config.architectures
     config.dtype = dtype
-    config.save_pretrained(partial)
+    config.save_pretrained(folder)
     # Sampling fields of published generation configs are often inconsistent, and saving such a
     # one raises after days of training. Only what ends or pads a response is kept.
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=stop_token_ids,
-    ).save_pretrained(partial)
-    if path.exists():
-        path.rename(replaced)
-    partial.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    ).save_pretrained(folder)

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.lora import Adapter, adapted_layers, adapter_names, clean_name, make_adapter
+
 if TYPE_CHECKING:
     from common.engine import Engine
 
@@ -60,8 +62,11 @@ def stream_full_tensors(
     """Yield (Hugging Face name, full tensor) of every parameter.  # collective: all ranks
 
     Shards are cast first and sent flattened, many in one all-gather: one gather per parameter would
-    pay the latency hundreds of times. Peak extra memory is about one bucket. All ranks must consume
-    the stream to its end.
+    pay the latency hundreds of times. Peak extra memory is about one bucket, with LoRA also the
+    gathered adapters. All ranks must consume the stream to its end.
+
+    A layer with an adapter yields W + scaling * B A under the plain layer's name, added up in f32
+    in a copy: W keeps its bits.
 
     Args:
         model: plain, or sharded by FSDP2 on dim 0 (also HSDP: gathers within one replica only).
@@ -70,21 +75,68 @@ def stream_full_tensors(
         alias_lm_head: yield a tied output head under its own name too (some engines keep a copy).
 
     Yields:
-        Names without wrapper prefixes, detached tensors on the parameter's device. Tied parameters
+        Names without wrapper prefixes, detached tensors on the mesh's device. Tied parameters
         come once. A tensor may share memory with the parameter or the bucket: copy, do not keep.
+    """
+    layers = adapted_layers(model)
+    gathered = dict(stream_adapters(model, bucket_bytes=bucket_bytes))
+    adapters: dict[str, Adapter] = {}  # by the name of the weight that they add to
+    for name, layer in layers.items():
+        name_a, name_b = adapter_names(name)
+        adapters[f"{name}.weight"] = make_adapter(layer, gathered[name_a], gathered[name_b])
+    base = (
+        _Source(names, parameter, adapters.get(names[0]))
+        for names, parameter in _named_parameters(model, alias_lm_head)
+        if names[0] not in gathered
+    )
+    yield from _gather(base, dtype, bucket_bytes)
+
+
+def stream_adapters(
+    model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full f32 tensor) of the adapters' matrices.  # collective: all ranks
+
+    Names as in `lora.adapter_names`; nothing comes from a model without adapters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward may have left full copies, older than the shards
+    wanted = {name for layer in adapted_layers(model) for name in adapter_names(layer)}
+    adapters = (
+        _Source(names, parameter)
+        for names, parameter in _named_parameters(model, alias_lm_head=False)
+        if names[0] in wanted
+    )
+    yield from _gather(adapters, torch.float32, bucket_bytes)
+
+
+@dataclass
+class _Source:
+    """A parameter, the names it travels under, and what is added to it on the way."""
+
+    names: list[str]
+    parameter: Tensor
+    adapter: Adapter | None = None
+
+    def merged(self, rows: Tensor, first_row: int = 0) -> Tensor:
+        if self.adapter is None:
+            return rows
+        return self.adapter.merged(rows.to(self.adapter.a.device), first_row)
+
+
+def _gather(
+    sources: Iterable[_Source], dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
     bucket = _Bucket()
-    for names, parameter in _named_parameters(model, alias_lm_head):
-        group = _shard_group(parameter)
+    for source in sources:
+        group = _shard_group(source.parameter)
         if group is None:
-            full = _whole(parameter).to(dtype)
-            yield from ((name, full.detach()) for name in names)
+            full = source.merged(_whole(source.parameter)).to(dtype)
+            yield from ((name, full.detach()) for name in source.names)
             continue
-        assert isinstance(parameter, DTensor)
-        shard = _Shard(names, parameter, chunk_rows=-(-parameter.shape[0] // group.size()))
+        assert isinstance(source.parameter, DTensor)
+        shard = _Shard(source, source.parameter, _chunk_rows(source.parameter, group))
         total_bytes = (bucket.numel + shard.numel) * group.size() * dtype.itemsize
         if bucket.shards and (bucket.group != group or total_bytes > bucket_bytes):
             yield from bucket.gather(dtype)
@@ -99,9 +151,9 @@ def stream_full_tensors(
 class _Shard:
     """This rank's rows of one parameter: a dim-0 chunk, the last ones shorter or empty."""
 
-    names: list[str]
+    source: _Source
     parameter: DTensor
-    chunk_rows: int  # rows of a full chunk; ranks at the end may hold fewer
+    chunk_rows: int
 
     @property
     def numel(self) -> int:
@@ -125,7 +177,8 @@ class _Bucket:
         sent = torch.empty(self.numel, dtype=dtype, device=device)
         offset = 0
         for shard in self.shards:
-            local = shard.parameter.to_local()
+            first_row = _first_local_row(shard.parameter)
+            local = shard.source.merged(shard.parameter.to_local(), first_row)
             sent[offset : offset + local.numel()].copy_(local.reshape(-1))  # casts; rest is padding
             offset += shard.numel
         gathered = sent.new_empty(self.group.size() * self.numel)
@@ -137,7 +190,7 @@ class _Bucket:
             chunks = gathered[:, offset : offset + shard.numel]
             rows, *rest = shard.parameter.shape
             full = chunks.reshape(-1, *rest)[:rows]
-            yield from ((name, full.detach()) for name in shard.names)
+            yield from ((name, full.detach()) for name in shard.source.names)
             offset += shard.numel
 
 
@@ -152,11 +205,24 @@ def _shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
+def _first_local_row(parameter: Tensor) -> int:
+    """Where in the full tensor this rank's rows start."""
+    group = _shard_group(parameter)
+    return 0 if group is None else group.rank() * _chunk_rows(parameter, group)
+
+
+def _chunk_rows(parameter: Tensor, group: dist.ProcessGroup) -> int:
+    """Rows of a full chunk; ranks at the end may hold fewer."""
+    return -(-parameter.shape[0] // group.size())
+
+
 def _whole(parameter: Tensor) -> Tensor:
     """The full tensor of a parameter that no bucket gathers."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
+    mesh = parameter.device_mesh
+    whole = parameter.to_local() if mesh.size() == 1 else parameter.full_tensor()
+    return whole.to(mesh.device_type)  # with CPU offload, shards are in host memory
 
 
 def _named_parameters(model: nn.Module, alias_lm_head: bool) -> Iterator[tuple[list[str], Tensor]]:
@@ -164,7 +230,7 @@ def _named_parameters(model: nn.Module, alias_lm_head: bool) -> Iterator[tuple[l
     names: dict[int, list[str]] = {}
     parameters: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        name = clean_name(name)
         if id(parameter) not in parameters:
             parameters[id(parameter)] = parameter.detach()
             names[id(parameter)] = [name]

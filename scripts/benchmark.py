@@ -3,27 +3,34 @@ r"""Speed of our scripts against a peer's, alternately on the same machine, mode
     python scripts/benchmark.py grpo --rounds 3
     python scripts/benchmark.py grpo --model runs/demo/sft/final --dataset runs/demo/toy/rl.jsonl \
         --prompts 32 --samples 8 --tokens 12
+    python scripts/benchmark.py sft --rounds 3 --steps 20
 
-One optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which hardly
-ever stops early, so both sides sample the same number of tokens. The first steps of every run are
-dropped. Numbers in the README come from here: medians over rounds and ratios within a round,
-because the speed of a shared machine drifts.
+grpo: one optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which
+hardly ever stops early, so both sides sample the same number of tokens. sft: P prompts with their
+completions, of log-normal lengths. The first steps of every run are dropped. Numbers in the README
+come from here: medians over rounds and ratios within a round, because the speed of a shared machine
+drifts.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 3
-RACE_OPTIONS = ("steps", "prompts", "samples", "tokens", "threads", "dtype", "model", "dataset")
+RACE_OPTIONS = (
+    *("what", "steps", "prompts", "samples", "tokens", "threads", "dtype"),
+    *("model", "dataset"),
+)
 REWARD = (
     "def reward(prompts, completions, answer, **columns):\n"
     "    return [1.0 if c.strip().startswith(a) else 0.1 * (a[0] in c)\n"
@@ -72,33 +79,114 @@ def make_task(folder: Path) -> None:
             a, b = generator.randrange(100), generator.randrange(100)
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     (folder / "reward.py").write_text(REWARD)
+    words = [
+        "".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=2 + i % 7)) for i in range(500)
+    ]
+
+    def text(median: float, sigma: float, longest: int) -> str:
+        length = min(longest, max(8, int(generator.lognormvariate(math.log(median), sigma))))
+        return " ".join(generator.choices(words, k=length))[:length].strip()
+
+    with (folder / "sft.jsonl").open("w") as file:
+        for _ in range(2000):
+            row = {"prompt": text(40, 0.6, 120), "completion": " " + text(80, 0.7, 380)}
+            file.write(json.dumps(row) + "\n")
 
 
-def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """One run of grpo.py; mean seconds per step, by phase."""
+def matmul_flops(threads: int, dtype: str) -> float:
+    """Floating-point operations per second of a large matrix product: what the machine can do."""
+    import torch
+
+    torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 1536
+    a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    best = math.inf
+    for _ in range(12):
+        start = time.perf_counter()
+        (a @ b).sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def flops_per_token(model: Path) -> tuple[int, int]:
+    """Forward and backward: of the decoder's matrices for any token, of the head for a trained one.
+
+    Attention is left out (it depends on lengths), so the efficiency is a lower bound.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        full = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    head = full.get_output_embeddings().weight
+    inside = [p for p in full.get_decoder().parameters() if p.ndim == 2]
+    embedding = full.get_input_embeddings().weight.numel()
+    return 6 * (sum(p.numel() for p in inside) - embedding), 6 * head.numel()
+
+
+def run_script(
+    script: str, folder: Path, options: argparse.Namespace, ranks: int, flags: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Metrics of one run of a script, without those of the first steps."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    flags: dict[str, Any] = {
-        "model": options.model or folder / "model",
-        "dataset": options.dataset or folder / "prompts.jsonl",
-        "rewards": f"{folder / 'reward.py'}:reward",
+    flags = {
         "output_dir": folder / "ours",
         "overwrite": True,
         "num_steps": options.steps,
-        "prompts_per_step": options.prompts,
-        "samples_per_prompt": options.samples,
-        "max_prompt_tokens": 16,
-        "max_response_tokens": options.tokens,
         "learning_rate": 1e-4,
         "dtype": options.dtype,
+        **flags,
     }
-    line = [*launcher, str(ROOT / "grpo.py")]
+    line = [*launcher, str(ROOT / script)]
     line += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, options.threads // ranks))}
     subprocess.run(line, env=environment, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(row) for row in (folder / "ours" / "metrics.jsonl").open()]
-    rows = [row for row in rows if row["step"] > SKIPPED_STEPS]
+    return [row for row in rows if row["step"] > SKIPPED_STEPS]
+
+
+def ours_sft(folder: Path, options: argparse.Namespace, ranks: int, **flags: Any) -> dict[str, Any]:
+    """One run of sft.py; mean seconds and tokens of a step."""
+    rows = run_script(
+        "sft.py",
+        folder,
+        options,
+        ranks,
+        {
+            "model": options.model or folder / "model",
+            "dataset": options.dataset or folder / "sft.jsonl",
+            "sequences_per_step": options.prompts,
+            "max_sequence_tokens": options.tokens,
+            "prompt_format": "text",
+            "lr_schedule": "constant",
+            **flags,
+        },
+    )
+    means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+    return {
+        "step_s": means["time/step_s"],
+        "tokens": means["data/tokens"],
+        "targets": means["policy/loss_tokens"],
+        "padding": means["data/padding"],
+        "peak_gb": rows[-1]["memory/peak_gb"],
+    }
+
+
+def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """One run of grpo.py; mean seconds per step, by phase."""
+    flags: dict[str, Any] = {
+        "model": options.model or folder / "model",
+        "dataset": options.dataset or folder / "prompts.jsonl",
+        "rewards": f"{folder / 'reward.py'}:reward",
+        "prompts_per_step": options.prompts,
+        "samples_per_prompt": options.samples,
+        "max_prompt_tokens": 16,
+        "max_response_tokens": options.tokens,
+    }
+    rows = run_script("grpo.py", folder, options, ranks, flags)
     result = {
         key.removeprefix("time/"): statistics.mean(row[key] for row in rows)
         for key in rows[0]
@@ -109,10 +197,10 @@ def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any
     return result | {"peak_gb": rows[-1]["memory/peak_gb"]}
 
 
-def trl(folder: Path, options: argparse.Namespace, *, vllm: bool) -> dict[str, Any]:
-    """One run of TRL's GRPOTrainer in a fresh process; mean seconds per step."""
+def trl(folder: Path, options: argparse.Namespace, **how: Any) -> dict[str, Any]:
+    """One run of TRL's trainer in a fresh process; mean seconds per step."""
     settings = {name: getattr(options, name) for name in RACE_OPTIONS}
-    settings |= {"folder": str(folder), "vllm": vllm}
+    settings |= {"folder": str(folder), **how}
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
     answer = subprocess.run(
         [sys.executable, __file__, "--trl", json.dumps(settings)],
@@ -123,6 +211,85 @@ def trl(folder: Path, options: argparse.Namespace, *, vllm: bool) -> dict[str, A
     if answer.returncode:
         sys.exit(answer.stderr[-3000:])
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+def run_trl_sft(settings: dict[str, Any]) -> None:
+    """TRL's SFTTrainer; prints one JSON line."""
+    import resource
+
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    folder = Path(settings["folder"])
+    seconds: list[float] = []
+    counts: list[list[int]] = []  # [tokens, slots, targets] of each step
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+            counts.append([0, 0, 0])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    class Counted(SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            slots = inputs["input_ids"].numel()
+            mask = inputs.get("attention_mask")
+            counts[-1][0] += slots if mask is None else int(mask.sum())
+            counts[-1][1] += slots
+            counts[-1][2] += int((inputs["labels"] != -100).sum())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    how: dict[str, Any] = {"per_device_train_batch_size": settings["prompts"]}
+    if settings["mode"] == "packed":  # about as many tokens per step, in rows of full length
+        how = {"packing": True, "packing_strategy": "bfd"}
+        how["per_device_train_batch_size"] = max(1, settings["prompts"] // 4)
+    elif settings["mode"] != "default":
+        how["train_sampling_strategy"] = "group_by_length"
+    if settings["mode"] == "grouped, compiled":
+        how |= {"torch_compile": True, "torch_compile_backend": "inductor"}
+    config = SFTConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=settings["steps"],
+        max_length=settings["tokens"],
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        bf16=settings["dtype"] == "bfloat16",
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1000,
+        dataloader_num_workers=0,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        **how,
+    )
+    data = load_dataset(
+        "json",
+        data_files=settings["dataset"] or str(folder / "sft.jsonl"),
+        split="train",
+        cache_dir=str(folder / "cache"),
+    )
+    trainer = Counted(
+        model=settings["model"] or str(folder / "model"),
+        args=config,
+        train_dataset=data,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    tokens, slots, targets = (
+        statistics.mean(column) for column in zip(*counts[SKIPPED_STEPS:], strict=True)
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    result = {"step_s": statistics.mean(seconds[SKIPPED_STEPS:]), "tokens": tokens}
+    result |= {"targets": targets, "padding": 1 - tokens / slots, "peak_gb": peak}
+    print(json.dumps(result), flush=True)
 
 
 def run_trl(settings: dict[str, Any]) -> None:
@@ -218,47 +385,74 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["grpo"], default="grpo")
+    parser.add_argument("what", nargs="?", choices=["grpo", "sft"], default="grpo")
     parser.add_argument("--rounds", type=int, default=3, help="every side runs once per round")
     parser.add_argument("--steps", type=int, default=12, help=f"the first {SKIPPED_STEPS} dropped")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--prompts", type=int, help="prompts per step (8; sft: 16)")
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="longest completion")
+    parser.add_argument("--tokens", type=int, help="longest completion (64; sft: sequence, 512)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--model", help="another model than the random one (with --dataset)")
-    parser.add_argument("--dataset", help="its jsonl file of prompt and answer")
+    parser.add_argument("--dataset", help="its jsonl file of prompt and answer (sft: completion)")
+    parser.add_argument("--compile", action="store_true", help="sft: sides with torch.compile, too")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl is not None:
-        run_trl(options.trl)
+        run_trl_sft(options.trl) if options.trl["what"] == "sft" else run_trl(options.trl)
         return
+    sft = options.what == "sft"
+    options.prompts = options.prompts or (16 if sft else 8)
+    options.tokens = options.tokens or (512 if sft else 64)
     folder: Path = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     make_task(folder)
-    sides = {
+    peers = ["TRL, vLLM", "TRL, transformers"]
+    sides: dict[str, Callable[[], dict[str, Any]]] = {
         "unroll, 1 rank": lambda: ours(folder, options, 1),
         "unroll, 2 ranks": lambda: ours(folder, options, 2),
         "TRL, vLLM": lambda: trl(folder, options, vllm=True),
         "TRL, transformers": lambda: trl(folder, options, vllm=False),
     }
+    if sft:
+        peers = ["TRL, grouped", "TRL, default", "TRL, packed"]
+        sides = {
+            "unroll, 1 rank": lambda: ours_sft(folder, options, 1),
+            "unroll, 2 ranks": lambda: ours_sft(folder, options, 2),
+        }
+        for peer in peers:
+            mode = peer.removeprefix("TRL, ")
+            sides[peer] = lambda mode=mode: trl(folder, options, mode=mode)
+        if options.compile:
+            peers.append("TRL, grouped, compiled")
+            sides["unroll, compiled"] = lambda: ours_sft(folder, options, 1, compile=True)
+            sides[peers[-1]] = lambda: trl(folder, options, mode="grouped, compiled")
+        model = Path(options.model or folder / "model")
+        of_any, of_trained = flops_per_token(model)
+        peak = matmul_flops(options.threads, options.dtype)
+        print(f"a matrix product does {peak / 1e9:.0f} GFLOP/s")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for number in range(options.rounds):
         for name, side in sides.items():
-            results[name].append(side())
+            result = side()
+            if sft:
+                flops = of_any * result["tokens"] + of_trained * result["targets"]
+                result["tokens_per_s"] = result["tokens"] / result["step_s"]
+                result["efficiency"] = flops / result["step_s"] / peak
+            results[name].append(result)
             row = {key: round(value, 3) for key, value in results[name][-1].items()}
             print(f"round {number + 1}  {name:18} {row}", flush=True)
-    print("\nmedian over rounds of the time of a step; ratio to the peer in the same round")
+    unit = "tokens_per_s" if sft else "step_s"
+    print(f"\nmedian over rounds of {unit}; speed relative to the peer in the same round")
     for name in sides:
-        steps = [result["step_s"] for result in results[name]]
-        line = f"{name:18} {statistics.median(steps):7.3f} s"
-        for peer in ("TRL, vLLM", "TRL, transformers"):
+        line = f"{name:22} {statistics.median(r[unit] for r in results[name]):9.3f}"
+        for peer in peers:
             pairs = zip(results[peer], results[name], strict=True)
-            ratio = statistics.median(p["step_s"] / o["step_s"] for p, o in pairs)
-            line += f"   {ratio:5.2f}x {peer}"
+            ratios = (o[unit] / p[unit] if sft else p[unit] / o[unit] for p, o in pairs)
+            line += f"   {statistics.median(ratios):5.2f}x {peer}"
         print(line)
-    (folder / "grpo.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / f"{options.what}.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

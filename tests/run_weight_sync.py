@@ -9,10 +9,14 @@ import torch
 from engine_helpers import largest_gap, load_trainer, make_engine, make_prompts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import dist
+from common.logprobs import compute_logprobs
+from common.lora import LoraSettings
+from common.model import load_model
+from common.packing import pack
 from common.weight_sync import WeightSync, stream_full_tensors
 
 
@@ -82,6 +86,39 @@ assert same[0] == same[1]
 mine = sample([prompt] * (2 + env.rank), [10 * (env.rank + 1) + i for i in range(2 + env.rank)])
 streams = [tuple(ids) for rank in dist.all_gather_objects(mine) for ids in rank]
 assert len(set(streams)) == 5
+
+# 4. P55: adapters, merged on the way, on a mesh that shards and on one that replicates
+for shape in ((1, 2), (2, 1)):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    lora_env = dist.DistEnv(env.rank, 2, env.local_rank, env.device, mesh)
+    lora = LoraSettings(rank=3, alpha=7)
+    model = load_model(sys.argv[1], lora_env, dtype=torch.float32, lora=lora)
+    trained = [p for n, p in model.named_parameters() if "lora" in n]
+    frozen = {n: p.full_tensor() for n, p in model.named_parameters() if "lora" not in n}
+    optimizer = torch.optim.AdamW(trained, lr=0.03)
+    weight_sync = WeightSync(model, engine, bucket_bytes=2**16)
+    prompt = make_prompts(20)[0]
+    row = pack([0], [prompt], [[True] * 20])
+    for _ in range(3):
+        (-compute_logprobs(model, row)[0].sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(2):
+        weight_sync.sync()
+    completion = engine.generate([prompt], [7], max_tokens=10, temperature=1.0, stop_token_ids=[])[
+        0
+    ]
+    row = pack([0], [prompt + completion.response_ids], [[False] * 20 + [True] * 10])
+    with torch.no_grad():
+        ours = row.split(compute_logprobs(model, row)[0])[0]
+        plain = load_trainer(Path(sys.argv[1]))
+    assert (ours - torch.tensor(completion.rollout_logprobs)).abs().max() < 5e-5
+    assert largest_gap(plain, [prompt], [completion]) > 1e-2  # the adapters make a difference
+    for module in reversed(list(model.modules())):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        assert "lora" in name or torch.equal(parameter.full_tensor(), frozen[name])
 
 dist.all_gather_objects(None)
 engine.close()

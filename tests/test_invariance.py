@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from tests.launch import copy_task, metrics, run
 
-LAYOUTS: dict[str, tuple[int | None, list[object]]] = {
+Layouts = dict[str, tuple[int | None, list[object]]]
+LAYOUTS: Layouts = {
     "small microbatches": (None, ["--max_tokens_per_microbatch", 96]),
     "one sequence per row": (None, ["--packing", "False"]),
     "activation checkpointing": (None, ["--activation_checkpointing", "True"]),
@@ -20,12 +21,23 @@ LAYOUTS: dict[str, tuple[int | None, list[object]]] = {
         ["--replicas", 2, "--max_tokens_per_microbatch", 96],
     ),
 }
+LORA_LAYOUTS: Layouts = {
+    "recomputed, small microbatches": (
+        None,
+        ["--activation_checkpointing", "True", "--max_tokens_per_microbatch", 96],
+    ),
+    "two ranks, unpacked, offloaded": (2, ["--packing", "False", "--cpu_offload", "True"]),
+}
+LORA = ["--lora_rank", 4, "--lora_alpha", 8, "--learning_rate", 1e-3]
 
 
-def check(script: str, flags: list[object], tmp_path: Path) -> list[dict[str, float]]:
+def check(
+    script: str, flags: list[object], tmp_path: Path, layouts: Layouts
+) -> list[dict[str, float]]:
     """Run all layouts and compare them with one rank, packed. Returns the reference's metrics."""
+    not_compared = ("time/", "memory/", "data/padding")  # what a layout is about
     reference = None
-    for name, (ranks, extra) in {"reference": (None, []), **LAYOUTS}.items():
+    for name, (ranks, extra) in {"reference": (None, []), **layouts}.items():
         out = tmp_path / name.replace(" ", "_")
         answer = run(script, *flags, "--output_dir", out, *extra, ranks=ranks)
         assert answer.returncode == 0, f"{name}: {answer.stderr[-3000:]}"
@@ -35,7 +47,7 @@ def check(script: str, flags: list[object], tmp_path: Path) -> list[dict[str, fl
             continue
         for row, expected in zip(rows, reference[0], strict=True):
             for key, value in expected.items():
-                if not key.startswith(("time/", "memory/")):
+                if not key.startswith(not_compared):
                     assert row[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{name}: {key}"
         for key, tensor in reference[1].items():
             assert torch.allclose(weights[key], tensor, rtol=0, atol=1e-5), f"{name}: {key}"
@@ -44,7 +56,8 @@ def check(script: str, flags: list[object], tmp_path: Path) -> list[dict[str, fl
 
 
 @pytest.mark.timeout(600)
-def test_grpo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_grpo(tmp_path: Path, lora: bool) -> None:
     """P13, P14, P32: gradients changed with the number of micro-batches and of ranks."""
     model, data = copy_task(tmp_path)
     flags: list[object] = ["--model", model, "--dataset", data, "--engine", "transformers"]
@@ -53,15 +66,21 @@ def test_grpo(tmp_path: Path) -> None:
     flags += ["--max_prompt_tokens", 64, "--max_response_tokens", 16, "--learning_rate", 1e-4]
     flags += ["--kl_coef", 0.1, "--truncated_responses", "mask", "--temperature", 0.8]
     flags += ["--export_dtype", "float32", "--eval_dataset", data, "--eval_max_prompts", 5]
-    rows = check("grpo.py", flags, tmp_path)
+    if lora:
+        rows = check("grpo.py", [*flags, *LORA], tmp_path, LORA_LAYOUTS)
+    else:
+        rows = check("grpo.py", flags, tmp_path, LAYOUTS)
     assert all(row["optim/grad_norm"] > 0.01 for row in rows[1:])
     assert 0 < rows[1]["rollout/truncated"] < 1
     # P42: at the first minibatch old and new log-probs are the same; later ones have moved.
     assert rows[1]["policy/kl_old"] > 0
+    # The reference is the starting model, with LoRA the model without its adapters.
+    assert rows[2]["policy/kl_ref"] > 0
 
 
 @pytest.mark.timeout(600)
-def test_sft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_sft(tmp_path: Path, lora: bool) -> None:
     """P13, P14, P18, P21, P63: as above, and an evaluation that counts every row once."""
     model, _ = copy_task(tmp_path)
     rows = [
@@ -72,5 +91,9 @@ def test_sft(tmp_path: Path) -> None:
     flags: list[object] = ["--model", model, "--dataset", data, "--num_steps", 2]
     flags += ["--sequences_per_step", 9, "--max_sequence_tokens", 96, "--learning_rate", 1e-4]
     flags += ["--warmup_steps", 0, "--eval_dataset", data, "--export_dtype", "float32"]
-    logged = check("sft.py", flags, tmp_path)
+    flags += ["--cache_dir", tmp_path / "cache"]
+    if lora:
+        logged = check("sft.py", [*flags, *LORA], tmp_path, LORA_LAYOUTS)
+    else:
+        logged = check("sft.py", flags, tmp_path, LAYOUTS)
     assert logged[-1]["eval/loss"] < logged[0]["eval/loss"]

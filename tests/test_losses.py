@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,7 +117,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
         assert grpo.pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 def test_schedule_warms_up_and_ends_where_it_should(schedule: str) -> None:
     """P20: one tick per optimizer step; the last planned step is the last of the decay."""
     factors = [
@@ -136,12 +137,69 @@ def test_batches_visit_every_row_once_per_epoch() -> None:
     seen = [
         i
         for step in range(1, 11)
-        for i in grpo.batch_indices(step, num_rows=7, rows_per_step=3, seed=1)
+        for i in grpo.batch_indices(step, sizes=(4, 3), weights=None, rows_per_step=3, seed=1)
     ]
     for epoch in range(4):
         assert sorted(seen[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert seen[:7] != seen[7:14]
-    assert grpo.batch_indices(5, num_rows=7, rows_per_step=3, seed=1) == seen[12:15]
+    again = grpo.batch_indices(5, sizes=(4, 3), weights=None, rows_per_step=3, seed=1)
+    assert again == seen[12:15]
+
+
+def test_mixtures_keep_their_shares_and_visit_rows_evenly() -> None:
+    """A small dataset with a large weight is repeated, a large one is not drawn from at random."""
+    sizes, weights = (50, 7, 40), (0.5, 0.4, 0.1)
+    flags = {"sizes": sizes, "weights": weights, "rows_per_step": 97, "seed": 3}
+    visits = np.zeros(97, dtype=int)
+    for epoch in range(1, 21):  # 97 rows a step: a step is an epoch
+        rows = np.array(sft.batch_indices(epoch, **flags))
+        shares = [((rows >= a) & (rows < b)).sum() for a, b in ((0, 50), (50, 57), (57, 97))]
+        assert np.abs(np.array(shares) - 97 * np.array(weights)).max() < 1
+        visits += np.bincount(rows, minlength=97)
+        for a, b in ((0, 50), (50, 57), (57, 97)):
+            assert visits[a:b].max() - visits[a:b].min() <= 1
+    assert not np.array_equal(np.sort(rows), rows)
+    # ratios, not shares; and an epoch that ends inside a step changes nothing
+    scaled = [
+        i
+        for step in range(1, 98)
+        for i in sft.batch_indices(
+            step, sizes=sizes, weights=(5.0, 4.0, 1.0), rows_per_step=20, seed=3
+        )
+    ]
+    first = sft.batch_indices(1, **flags) + sft.batch_indices(2, **flags)
+    assert scaled[:194] == first
+    with pytest.raises(ValueError, match="--dataset_weights"):
+        sft.batch_indices(1, sizes=sizes, weights=(1.0, 1.0, 1e-6), rows_per_step=2, seed=3)
+
+
+def test_wsd_holds_then_decays_and_schedules_end_at_their_floor() -> None:
+    factors = [
+        sft.lr_factor(step, total_steps=40, warmup_steps=4, schedule="wsd", decay_ratio=0.25)
+        for step in range(41)
+    ]
+    assert factors[4:31] == [1.0] * 27
+    assert factors[30:41] == pytest.approx([1 - i / 10 for i in range(11)])
+    for schedule in ("linear", "cosine", "wsd"):
+        settings = {"total_steps": 40, "warmup_steps": 4, "schedule": schedule, "min_ratio": 0.1}
+        assert sft.lr_factor(40, **settings) == pytest.approx(0.1)
+        assert sft.lr_factor(400, **settings) == pytest.approx(0.1)
+        assert sft.lr_factor(4, **settings) == 1.0
+    # a decay longer than what the warm-up leaves starts where the warm-up ends
+    assert sft.lr_factor(5, total_steps=6, warmup_steps=4, schedule="wsd", decay_ratio=1.0) == 0.5
+
+
+def test_warmup_is_in_steps_or_a_ratio() -> None:
+    base = {"model": "m", "output_dir": "o", "dataset": ("d",), "num_steps": 200}
+    assert sft.Args(**base).num_warmup_steps == 6
+    assert sft.Args(**base, warmup_ratio=0.1).num_warmup_steps == 20
+    assert sft.Args(**base, warmup_ratio=0.1, warmup_steps=0).num_warmup_steps == 0
+
+
+def test_token_slots_count_waiting_and_dummies() -> None:
+    lengths = np.array([10, 4, 6, 3])
+    assert sft.token_slots([[[0], [3]], [[1, 2], []]], lengths) == 2 * (10 + 3)
+    assert sft.token_slots([[[0, 1], [2, 3]]], lengths) == 23
 
 
 def test_request_seeds_differ_by_run_purpose_step_prompt_and_sample() -> None:

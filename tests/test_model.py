@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.dist import DistEnv, setup
-from common.logprobs import compute_logprobs
-from common.model import export_hf, load_model, load_tokenizer, packed_attention
-from common.packing import pack
+from common.logprobs import Boundaries, compute_logprobs
+from common.lora import LoraSettings, adapters_off
+from common.model import clip_grad_norm, export_hf, load_model, load_tokenizer, packed_attention
+from common.packing import PackedRow, pack
 from common.weight_sync import stream_full_tensors
 from tests.tiny import make_tiny_model
 
@@ -200,6 +202,10 @@ def test_export_reloads_with_the_same_logits(tmp_path: Path, env: DistEnv, tied:
 def test_models_that_do_not_fit_are_refused(tmp_path: Path, env: DistEnv) -> None:
     with pytest.raises(ValueError, match="--model=.*nowhere"):
         load_model(str(tmp_path / "nowhere"), env, dtype=torch.float32)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="--model=.*empty: no model found"):
+        load_model(str(tmp_path / "empty"), env, dtype=torch.float32)
     path = make_tiny_model(tmp_path / "cut", tie_word_embeddings=False)
     from safetensors.torch import load_file, save_file
 
@@ -262,6 +268,156 @@ def test_gradients_and_norm_do_not_depend_on_ranks(tmp_path: Path) -> None:
             assert torch.allclose(result["gradients"][name], gradient, atol=1e-7), name
 
 
+def test_cpu_offload_changes_nothing_on_the_cpu(tmp_path: Path, env: DistEnv) -> None:
+    """What there is to move is on the CPU already; the policy and the rest of the path are real."""
+    path = str(make_tiny_model(tmp_path))
+    ids, masks = sequences()
+    results = []
+    for offload in (False, True):
+        model = load_model(path, env, dtype=torch.float32, cpu_offload=offload)
+        policies = {
+            type(module._get_fsdp_state()._fsdp_param_group.offload_policy)
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+        }
+        assert policies == {CPUOffloadPolicy if offload else OffloadPolicy}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        norms = []
+        for _ in range(2):
+            compute_logprobs(model, pack(range(5), ids, masks))[0].sum().backward()
+            norms.append(clip_grad_norm(model, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((norms, dict(stream_full_tensors(model, dtype=torch.float32))))
+    (norms, weights), (offloaded_norms, offloaded) = results
+    assert norms == offloaded_norms
+    assert all(torch.equal(weights[n], offloaded[n]) for n in weights | offloaded)
+
+
+def test_cpu_offload_needs_a_backend_for_cpu_tensors(
+    tmp_path: Path, env: DistEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P61: "no backend for device cpu" at the first clipping of gradients."""
+    path = str(make_tiny_model(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        with pytest.raises(AssertionError, match="cpu_offload"):
+            load_model(path, env, dtype=torch.float32, cpu_offload=True)
+    # and the process group that every script gets on a GPU has one
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **settings: given.append(backend)
+    )
+    monkeypatch.setattr("common.dist.init_device_mesh", lambda *args, **settings: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    setup(timeout_s=60)
+    assert len(given) == 1 and "cpu:gloo" in given[0] and "cuda:nccl" in given[0]
+
+
+def random_row(generator: random.Random) -> PackedRow:
+    count = generator.randrange(1, 7)
+    ids = [
+        [generator.randrange(320) for _ in range(generator.randrange(2, 60))] for _ in range(count)
+    ]
+    return pack(range(count), ids, [[True] * len(sequence) for sequence in ids])
+
+
+@torch.no_grad()
+def perturb_adapters(model: PreTrainedModel) -> None:
+    """Give B values, as training does; small enough that the model stays a model."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_B" in name:
+            parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def logprobs_and_gradients(model: PreTrainedModel, row: PackedRow) -> list[torch.Tensor]:
+    with torch.no_grad():
+        detached = compute_logprobs(model, row)[0]
+    logprobs, _ = compute_logprobs(model, row)
+    logprobs.sum().backward()
+    gradients = [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return [detached, logprobs.detach(), *gradients]
+
+
+@pytest.mark.parametrize(
+    "arch, checkpointing, lora", [("qwen3", True, True), ("gemma2", False, False)]
+)
+def test_compiled_layers_compute_the_same_and_compile_once(
+    arch: str,
+    checkpointing: bool,
+    lora: bool,
+    tmp_path: Path,
+    env: DistEnv,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths of a row's sequences were constants to the compiler: every row compiled anew.
+
+    The graphs are run as they are; generating code for them would take minutes.
+    """
+    compile_in_place = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **settings: compile_in_place(self, backend="eager", **settings),
+    )
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    settings = {"initializer_range": 0.15} | ARCHITECTURES[arch]
+    path = str(make_tiny_model(tmp_path, arch, **settings))
+    adapters = LoraSettings(rank=3, alpha=7) if lora else None
+    models = [
+        load_model(
+            path,
+            env,
+            dtype=torch.float32,
+            activation_checkpointing=checkpointing,
+            compile=compiled,
+            lora=adapters,
+        )
+        for compiled in (False, True)
+    ]
+    for model in models:
+        perturb_adapters(model)
+    graphs = []
+    generator = random.Random(0)
+    for _ in range(5):
+        row = random_row(generator)
+        for eager, compiled in zip(*(logprobs_and_gradients(m, row) for m in models), strict=True):
+            assert (eager - compiled).abs().max() <= 1e-5 * (1 + eager.abs().max())
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]
+    if lora:
+        with torch.no_grad():
+            for _ in range(3):
+                row = random_row(generator)
+                with adapters_off(models[0]), adapters_off(models[1]):
+                    off = [compute_logprobs(model, row)[0] for model in models]
+                assert torch.allclose(*off, atol=1e-5)
+                graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[-3] == graphs[-1]
+    names = [[n for n, _ in stream_full_tensors(m, dtype=torch.float32)] for m in models]
+    assert names[0] == names[1]
+    assert list(models[0].state_dict()) == list(models[1].state_dict())
+
+
+def test_generated_code_computes_the_same(tmp_path: Path, env: DistEnv) -> None:
+    torch._dynamo.reset()
+    path = str(make_tiny_model(tmp_path, num_hidden_layers=1, initializer_range=0.15))
+    settings = {"activation_checkpointing": True, "lora": LoraSettings(rank=3, alpha=7)}
+    results = []
+    for compiled in (True, False):
+        model = load_model(path, env, dtype=torch.float32, compile=compiled, **settings)
+        perturb_adapters(model)
+        results.append(logprobs_and_gradients(model, random_row(random.Random(0))))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * (1 + theirs.abs().max())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 8])
 def test_fused_varlen_attention_equals_one_sequence_at_a_time(window: int | None) -> None:
@@ -271,7 +427,7 @@ def test_fused_varlen_attention_equals_one_sequence_at_a_time(window: int | None
     query = torch.randn(1, 4, total, 64, device="cuda", dtype=torch.bfloat16)
     key, value = (torch.randn_like(query[:, :2]) for _ in range(2))
     cu_seqlens = torch.tensor([0, 5, 28, 51, 53, 93], dtype=torch.int32, device="cuda")
-    settings = {"sliding_window": window, "seqlens": seqlens, "cu_seqlens": cu_seqlens}
+    settings = {"sliding_window": window, "boundaries": Boundaries(seqlens, cu_seqlens)}
     module = torch.nn.Identity()
     fused, _ = packed_attention(module, query, key, value, None, **settings)
     exact, _ = packed_attention(module, query.float(), key.float(), value.float(), None, **settings)

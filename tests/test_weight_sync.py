@@ -18,10 +18,16 @@ from engine_helpers import (
 from tiny import make_tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from common.dist import DistEnv
 from common.engine import Engine
-from common.weight_sync import WeightSync, stream_full_tensors
+from common.logprobs import compute_logprobs
+from common.lora import LoraSettings
+from common.model import load_model
+from common.packing import pack
+from common.weight_sync import WeightSync, stream_adapters, stream_full_tensors
 
 ARCHITECTURES = {
     "qwen2": ("qwen2", {}),
@@ -109,6 +115,45 @@ def test_bfloat16_engine_of_a_float32_trainer(backend: str, models: Path) -> Non
     assert {tensor.dtype for _, tensor in stream(model, engine)} == {torch.bfloat16}
     WeightSync(model, engine).sync()
     assert engine_gap(engine, model, 5, 40) < 0.05
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "gpt2"])
+def test_engine_follows_a_trainer_with_adapters(name: str, backend: str, models: Path) -> None:
+    """P55: rollouts came from the frozen base, or the base drifted from merging into it."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    env = DistEnv(0, 1, 0, torch.device("cpu"), mesh)
+    lora = LoraSettings(rank=3, alpha=7)
+    model = load_model(str(models / name), env, dtype=torch.float32, lora=lora)
+    engine = make_engine(models / name, backend)
+    weight_sync = WeightSync(model, engine)
+    weight_sync.sync()
+    shards = dict(model.named_parameters())  # a forward puts gathered copies in their places
+    base = {n: p.to_local().clone() for n, p in shards.items() if "lora" not in n}
+
+    def gap() -> float:
+        prompts = make_prompts(3, 17, 50)
+        completions = engine.generate(
+            prompts, [0, 1, 2], max_tokens=10, temperature=0.9, stop_token_ids=[]
+        )
+        ids = [p + c.response_ids for p, c in zip(prompts, completions, strict=True)]
+        masks = [[t >= len(p) for t in range(len(p) + 10)] for p in prompts]
+        row = pack(range(3), ids, masks)
+        with torch.no_grad():
+            ours = torch.cat(row.split(compute_logprobs(model, row, temperature=0.9)[0]))
+        theirs = torch.tensor([x for c in completions for x in c.rollout_logprobs])
+        return (ours - theirs).abs().max().item()
+
+    assert gap() < 5e-5
+    for _ in range(3):
+        for parameter_name, shard in shards.items():
+            if "lora_B" in parameter_name:
+                shard.to_local().data.normal_(std=0.1)
+        list(stream_adapters(model))  # puts the shards back
+        assert gap() > 1e-2
+        weight_sync.sync()
+        assert gap() < 5e-5
+    assert all(torch.equal(shards[n].to_local(), base[n]) for n in base)
 
 
 LAYER = "model.layers.1."

@@ -1,0 +1,113 @@
+"""Arrays that rank 0 makes and all ranks use: kept in a folder, mapped, or sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common.dist import all_gather_objects
+
+Arrays = dict[str, np.ndarray]
+
+
+def cache_key(tokenizer: Any, *parts: Any) -> str:
+    """Changes whenever tokenised data can.
+
+    Args:
+        tokenizer: vocabulary, special tokens and chat template count.
+        parts: JSON values: fingerprints of the data, settings.
+    Returns:
+        A name for a folder; library versions and the code that makes the data are part of it.
+    """
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocabulary: Any = state | {"truncation": None, "padding": None}  # of the last call
+    else:
+        vocabulary = [sorted(tokenizer.get_vocab().items()), repr(tokenizer)]
+    template = tokenizer.chat_template
+    everything = [
+        *(vocabulary, template, parts),
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        date.today().isoformat() if "strftime_now" in str(template) else "",
+        [version(name) for name in ("transformers", "tokenizers", "jinja2", "pyarrow")],
+        [
+            (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+            for name in ("cache", "chat", "data", "files", "formats")
+        ],
+    ]
+    text = json.dumps(everything, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def load_arrays(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
+    """Memory-mapped arrays and their description; None if absent or damaged."""
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["shapes"]}
+        return (arrays, about["report"]) if _shapes(arrays) == about["shapes"] else None
+    except (OSError, ValueError, EOFError, LookupError, TypeError):
+        return None
+
+
+def save_arrays(folder: Path, arrays: Arrays, report: dict[str, Any]) -> None:
+    """Write a folder in one step: another run sees all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    temporary.mkdir(parents=True)
+    try:
+        for name, array in arrays.items():
+            np.save(temporary / f"{name}.npy", array)
+        about = json.dumps({"report": report, "shapes": _shapes(arrays)})
+        (temporary / "about.json").write_text(about, encoding="utf-8")
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if load_arrays(folder):  # another run was faster
+                return
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def share_arrays(arrays: Arrays, folder: Path | None) -> Arrays:
+    """Rank 0's arrays on every rank.  # collective: all ranks
+
+    Args:
+        arrays: used on rank 0 only.
+        folder: where rank 0 has saved them, if it has. Mapped, so that the ranks of a node share
+            memory, if every rank can see it (nodes may not share a file system); else sent.
+    """
+    loaded = load_arrays(folder) if folder else None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return loaded[0] if loaded else arrays
+    gathered = all_gather_objects((loaded is not None, _shapes(arrays)))
+    if loaded and all(seen for seen, _ in gathered):
+        return loaded[0]
+    shared: Arrays = {}
+    for name, (shape, dtype) in gathered[0][1].items():
+        # copied: torch wants writable memory, which a mapped array is not
+        array = np.array(arrays[name]) if dist.get_rank() == 0 else np.empty(shape, dtype)
+        # as bytes, in pieces: gloo knows no bool and counts in 32 bits
+        for piece in torch.from_numpy(array).view(torch.uint8).split(2**30):
+            dist.broadcast(piece, src=0)
+        shared[name] = array
+    return shared
+
+
+def _shapes(arrays: Arrays) -> dict[str, Any]:
+    return {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
