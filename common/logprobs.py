@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from common.packing import PackedRow
@@ -48,7 +48,8 @@ def add_logprobs_method(model: PreTrainedModel) -> None:
     """
     method: Any = MethodType(_packed_logprobs, model)
     model.packed_logprobs = method
-    register_fsdp_forward_method(model, "packed_logprobs")
+    if isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, "packed_logprobs")
 
 
 def _packed_logprobs(

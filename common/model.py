@@ -220,9 +220,17 @@ def load_model(
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    _shard(model, env, dtype=dtype, cpu_offload=cpu_offload, compile_layers=compile)
+    if compile:
+        for layer in _layers(model):
+            layer.compile(dynamic=True)  # in place: names stay as they are
+    # One rank in float32 has nothing to shard and nothing to cast: FSDP would only keep copies.
+    sharded = env.world_size > 1 or dtype != torch.float32 or cpu_offload
+    if sharded:
+        _shard(model, env, dtype=dtype, cpu_offload=cpu_offload)
     # Buffers follow to env.device when they are loaded.
     model.to_empty(device="cpu" if cpu_offload else env.device)
+    if not sharded:
+        model.tie_weights()  # new storage unties plain parameters; FSDP's stay one
     add_logprobs_method(model)
     _load_from_rank0(model, name, env, base_dtype, exact=dtype == torch.float32, seed=seed)
     # No dropout, ever: it would make old and new log-probs differ by noise. Layers ask for
@@ -235,14 +243,13 @@ def load_model(
     return model
 
 
-def _shard(
-    model: PreTrainedModel,
-    env: DistEnv,
-    *,
-    dtype: torch.dtype,
-    cpu_offload: bool,
-    compile_layers: bool,
-) -> None:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers, each of which is sharded and compiled as a whole."""
+    names: set[str] = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _shard(model: PreTrainedModel, env: DistEnv, *, dtype: torch.dtype, cpu_offload: bool) -> None:
     """Shard a model on the meta device, one group per decoder layer and one for the rest."""
     shard = env.mesh["shard"] if env.mesh["replicate"].size() == 1 else env.mesh
     options: dict[str, Any] = dict(
@@ -259,12 +266,8 @@ def _shard(
         backends = dist.get_backend_config()
         assert "cpu:" in backends, f"--cpu_offload: no backend for CPU tensors in {backends}"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
-    layer_classes: set[str] = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    for module in list(model.modules()):
-        if type(module).__name__ in layer_classes:
-            if compile_layers:
-                module.compile(dynamic=True)  # in place: names stay as they are
-            fully_shard(module, **options)
+    for layer in _layers(model):
+        fully_shard(layer, **options)
     # Embedding and head stay in the root's group: they may be one tied tensor.
     fully_shard(model, **options)
     for module in model.modules():

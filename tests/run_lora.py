@@ -14,6 +14,7 @@ from common.model import clip_grad_norm, export_adapter, load_model
 from common.packing import pack
 from common.weight_sync import stream_adapters, stream_full_tensors
 from tests.test_lora import packed_row, sequences
+from tests.tiny import full
 
 out, replicas, *cases = sys.argv[1:]
 env = setup(timeout_s=60, replicas=int(replicas))
@@ -30,7 +31,7 @@ for case in cases:
     for step in range(2):  # B starts at zero, so A has a gradient from the second step on
         logprobs, _ = compute_logprobs(model, row)
         (-logprobs.sum() / 70).backward()
-        results[f"gradients_{step}"] = {n: p.grad.full_tensor().clone() for n, p in trained.items()}
+        results[f"gradients_{step}"] = {n: full(p.grad).clone() for n, p in trained.items()}
         results[f"norm_{step}"] = clip_grad_norm(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -18,6 +18,7 @@ from common.lora import LoraSettings
 from common.model import load_model
 from common.packing import pack
 from common.weight_sync import WeightSync, stream_full_tensors
+from tests.tiny import full
 
 
 class Odd(nn.Module):
@@ -42,7 +43,7 @@ for shape, names in (((2,), ("s",)), ((1, 2), ("r", "s")), ((2, 1), ("r", "s")))
     fully_shard(odd.inner, mesh=mesh)
     fully_shard(odd, mesh=mesh)
     assert all(isinstance(p, DTensor) for p in odd.parameters())
-    want = {name: p.full_tensor() for name, p in odd.named_parameters()}
+    want = {name: full(p) for name, p in odd.named_parameters()}
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (1, 700, 2**20):
             tensors = list(stream_full_tensors(odd, dtype=dtype, bucket_bytes=bucket_bytes))
@@ -94,7 +95,7 @@ for shape in ((1, 2), (2, 1)):
     lora = LoraSettings(rank=3, alpha=7)
     model = load_model(sys.argv[1], lora_env, dtype=torch.float32, lora=lora)
     trained = [p for n, p in model.named_parameters() if "lora" in n]
-    frozen = {n: p.full_tensor() for n, p in model.named_parameters() if "lora" not in n}
+    frozen = {n: full(p) for n, p in model.named_parameters() if "lora" not in n}
     optimizer = torch.optim.AdamW(trained, lr=0.03)
     weight_sync = WeightSync(model, engine, bucket_bytes=2**16)
     prompt = make_prompts(20)[0]
@@ -118,7 +119,7 @@ for shape in ((1, 2), (2, 1)):
         if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():
-        assert "lora" in name or torch.equal(parameter.full_tensor(), frozen[name])
+        assert "lora" in name or torch.equal(full(parameter), frozen[name])
 
 dist.all_gather_objects(None)
 engine.close()

@@ -22,7 +22,7 @@ from common.packing import PackedRow, pack
 from common.weight_sync import stream_adapters, stream_full_tensors
 from tests import test_model
 from tests.test_model import perturb_adapters, sequences
-from tests.tiny import make_tiny_model
+from tests.tiny import full, make_tiny_model
 
 env = test_model.env  # the fixture
 
@@ -97,7 +97,7 @@ def test_loss_and_gradients_equal_those_of_peft(
         for n, p in theirs.named_parameters()
         if p.grad is not None
     }
-    ours = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    ours = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert sorted(ours) == sorted(gradients) == sorted(trained)
     for parameter_name, gradient in gradients.items():
         error = (ours[parameter_name] - gradient).abs().max()
@@ -217,8 +217,8 @@ def test_activation_checkpointing_changes_nothing(name: str, tmp_path: Path, env
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert len(gradients[0]) == 2 * len(adapted_layers(model))
     for parameter_name, gradient in gradients[0].items():
-        other = gradients[1][parameter_name].full_tensor()
-        assert torch.equal(gradient.full_tensor(), other) and other.any()
+        other = full(gradients[1][parameter_name])
+        assert torch.equal(full(gradient), other) and other.any()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "gpt2"])
@@ -239,8 +239,8 @@ def test_stream_yields_merged_weights_and_leaves_the_base_alone(
         merged = dict(stream_full_tensors(model, dtype=torch.float32))
     for module_name, layer in adapted_layers(model).items():
         key = f"{module_name}.weight"
-        assert torch.equal(layer.base_layer.weight.full_tensor(), start[key])
-        delta = layer.get_delta_weight("default").full_tensor()
+        assert torch.equal(full(layer.base_layer.weight), start[key])
+        delta = full(layer.get_delta_weight("default"))
         assert torch.allclose(merged[key], start[key] + delta, atol=1e-6)
         assert not torch.allclose(merged[key], start[key], atol=1e-3)
     loaded = plain(path)

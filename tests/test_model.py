@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.dist import DistEnv, setup
@@ -21,7 +21,7 @@ from common.lora import LoraSettings, adapters_off
 from common.model import clip_grad_norm, export_hf, load_model, load_tokenizer, packed_attention
 from common.packing import PackedRow, pack
 from common.weight_sync import stream_full_tensors
-from tests.tiny import make_tiny_model
+from tests.tiny import full, local, make_tiny_model
 
 # Large initial weights: with transformers' default of 0.02 attention is so flat that a leak between
 # sequences would stay below the tolerance.
@@ -60,15 +60,17 @@ def sequences(seed: int = 0) -> tuple[list[list[int]], list[list[bool]]]:
     return ids, [[t >= 2 or len(s) == 2 for t in range(len(s))] for s in ids]
 
 
+@pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_logprobs_and_gradients_equal_plain_ones(
-    name: str, tmp_path: Path, env: DistEnv
+    name: str, fsdp: bool, tmp_path: Path, env: DistEnv
 ) -> None:
     """P16, P17, P18: packed samples attended to each other, or kept counting positions."""
     arch = name.split("-")[0]
     settings = {"initializer_range": 0.15} | ARCHITECTURES[name]
     path = make_tiny_model(tmp_path, arch, **settings)
-    model = load_model(str(path), env, dtype=torch.float32)
+    model = load_model(str(path), env, dtype=torch.float32, cpu_offload=fsdp)
+    assert isinstance(model, FSDPModule) == fsdp  # one rank in float32 needs no sharding
     plain = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
@@ -93,7 +95,7 @@ def test_packed_logprobs_and_gradients_equal_plain_ones(
         assert torch.allclose(ours, torch.cat(theirs), atol=2e-5)
     gradients = {n: p.grad for n, p in plain.named_parameters()}
     for parameter_name, parameter in model.named_parameters():
-        ours, theirs = parameter.grad.full_tensor(), gradients[parameter_name]
+        ours, theirs = full(parameter.grad), gradients[parameter_name]
         error = (ours - theirs).abs().max()
         assert error <= 1e-5 * theirs.abs().max() + 1e-6, parameter_name
 
@@ -124,7 +126,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, env: DistEnv) 
     for checkpointing in (False, True):
         model = load_model(path, env, dtype=torch.float32, activation_checkpointing=checkpointing)
         compute_logprobs(model, row)[0].sum().backward()
-        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+        gradients.append([full(p.grad) for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -149,7 +151,7 @@ def test_masters_are_float32_and_small_updates_arrive(tmp_path: Path, env: DistE
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         optimizer.step()
         optimizer.zero_grad()
-    norm = model.get_decoder().norm.weight.full_tensor()
+    norm = full(model.get_decoder().norm.weight)
     assert (norm != 1.0).all()
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
 
@@ -228,13 +230,13 @@ replicas = int(sys.argv[3])
 env = setup(timeout_s=60, replicas=replicas)
 model = load_model(sys.argv[1], env, dtype=torch.float32)
 sys.path.insert(0, "tests/..")
-from tests.test_model import sequences
+from tests.test_model import full, sequences
 ids, masks = sequences()
 mine = [[0, 3], [1, 2, 4]][env.rank] if env.world_size == 2 else list(range(5))
 logprobs, _ = compute_logprobs(model, pack(mine, [ids[i] for i in mine], [masks[i] for i in mine]))
 (-logprobs.sum() / 70).backward()
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
-gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+gradients = {n: full(p.grad) for n, p in model.named_parameters()}
 if env.rank == 0:
     torch.save({"norm": norm, "gradients": gradients}, sys.argv[2])
 dist.destroy_process_group()
@@ -280,7 +282,7 @@ def test_cpu_offload_changes_nothing_on_the_cpu(tmp_path: Path, env: DistEnv) ->
             for module in model.modules()
             if isinstance(module, FSDPModule)
         }
-        assert policies == {CPUOffloadPolicy if offload else OffloadPolicy}
+        assert policies == ({CPUOffloadPolicy} if offload else set())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         norms = []
         for _ in range(2):
@@ -330,7 +332,7 @@ def perturb_adapters(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in sorted(model.named_parameters()):
         if "lora_B" in name:
-            parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            local(parameter).add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
 def logprobs_and_gradients(model: PreTrainedModel, row: PackedRow) -> list[torch.Tensor]:
@@ -338,7 +340,7 @@ def logprobs_and_gradients(model: PreTrainedModel, row: PackedRow) -> list[torch
         detached = compute_logprobs(model, row)[0]
     logprobs, _ = compute_logprobs(model, row)
     logprobs.sum().backward()
-    gradients = [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
+    gradients = [full(p.grad).clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return [detached, logprobs.detach(), *gradients]
 

@@ -27,7 +27,7 @@ from common.model import load_model, load_tokenizer
 from common.packing import pack, plan_microbatches
 from sft import batch_indices
 from tests.launch import metrics, run
-from tests.tiny import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
+from tests.tiny import CHAT_TEMPLATE, full, make_tiny_model, make_tokenizer
 
 trl = pytest.importorskip("trl")
 
@@ -157,7 +157,7 @@ def ours(
             loss = -compute_logprobs(model, row.to(env.device))[0].sum() / loss_tokens
             loss.backward()
             total += loss.item()
-        gradients = {n: p.grad.full_tensor().cpu() for n, p in model.named_parameters()}
+        gradients = {n: full(p.grad).cpu() for n, p in model.named_parameters()}
     return Result(rows, [total], gradients, loss_tokens)
 
 

@@ -15,7 +15,7 @@ from engine_helpers import (
     make_prompts,
     trainer_group,
 )
-from tiny import make_tiny_model
+from tiny import local, make_tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,7 +129,7 @@ def test_engine_follows_a_trainer_with_adapters(name: str, backend: str, models:
     weight_sync = WeightSync(model, engine)
     weight_sync.sync()
     shards = dict(model.named_parameters())  # a forward puts gathered copies in their places
-    base = {n: p.to_local().clone() for n, p in shards.items() if "lora" not in n}
+    base = {n: local(p).clone() for n, p in shards.items() if "lora" not in n}
 
     def gap() -> float:
         prompts = make_prompts(3, 17, 50)
@@ -148,12 +148,12 @@ def test_engine_follows_a_trainer_with_adapters(name: str, backend: str, models:
     for _ in range(3):
         for parameter_name, shard in shards.items():
             if "lora_B" in parameter_name:
-                shard.to_local().data.normal_(std=0.1)
+                local(shard).data.normal_(std=0.1)
         list(stream_adapters(model))  # puts the shards back
         assert gap() > 1e-2
         weight_sync.sync()
         assert gap() < 5e-5
-    assert all(torch.equal(shards[n].to_local(), base[n]) for n in base)
+    assert all(torch.equal(local(shards[n]), base[n]) for n in base)
 
 
 LAYER = "model.layers.1."

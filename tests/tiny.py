@@ -66,6 +66,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
+def full(tensor: Any) -> Any:
+    """The whole of a sharded tensor; one rank in float32 has plain ones."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def make_tiny_model(
     directory: str | Path,
     arch: str = "qwen3",
