@@ -5,6 +5,10 @@ the number of trained tokens of the optimizer step, counted over all ranks and m
 
 Deviations from common practice:
 [D1] one mean over all trained tokens of a step, not a mean of per-sequence or per-rank means.
+[D2] a turn is trained in the context in which it would be sampled: a conversation whose template
+     rewrites earlier turns (drops their reasoning) becomes several sequences.
+[D3] packed rows hold whole sequences of one step, by best fit, without padding. Packing decides
+     where a sequence is computed, never which step it belongs to, so it cannot change results.
 
 Launch:
     python sft.py --model M --dataset D.jsonl --output_dir runs/a --num_steps 100
@@ -126,7 +130,7 @@ class Args:
     max_tokens_per_microbatch: int = 16_384
     """packed tokens per forward (per rank); lower on OOM, results do not change"""
     packing: bool = True
-    """False: one sequence per forward; slower, same results"""
+    """best fit over the sequences of a step [D3]; False: one sequence per forward; same results"""
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -360,7 +364,7 @@ def load(
     *,
     limit: int | None = None,
 ) -> TokenDataset:
-    """Sequences of --dataset or --eval_dataset; prints what they are and what was dropped.
+    """Sequences of --dataset or --eval_dataset [D2]; prints what they are and what was dropped.
 
     Rank 0 tokenises, or finds the result of an earlier run; the others get it.  # collective
     """
