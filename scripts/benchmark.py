@@ -213,12 +213,32 @@ def trl(folder: Path, options: argparse.Namespace, **how: Any) -> dict[str, Any]
     return json.loads(answer.stdout.splitlines()[-1])
 
 
+def trl_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What both of TRL's trainers get."""
+    import torch
+
+    return {
+        "output_dir": str(Path(settings["folder"]) / "trl"),
+        "max_steps": settings["steps"],
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "bf16": settings["dtype"] == "bfloat16",
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1000,
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+    }
+
+
 def run_trl_sft(settings: dict[str, Any]) -> None:
     """TRL's SFTTrainer; prints one JSON line."""
     import resource
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -252,24 +272,7 @@ def run_trl_sft(settings: dict[str, Any]) -> None:
         how["train_sampling_strategy"] = "group_by_length"
     if settings["mode"] == "grouped, compiled":
         how |= {"torch_compile": True, "torch_compile_backend": "inductor"}
-    config = SFTConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=settings["steps"],
-        max_length=settings["tokens"],
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        bf16=settings["dtype"] == "bfloat16",
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1000,
-        dataloader_num_workers=0,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-        **how,
-    )
+    config = SFTConfig(max_length=settings["tokens"], **trl_settings(settings), **how)
     data = load_dataset(
         "json",
         data_files=settings["dataset"] or str(folder / "sft.jsonl"),
@@ -341,24 +344,12 @@ def run_trl(settings: dict[str, Any]) -> None:
             "vllm_importance_sampling_correction": True,
         }
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=settings["steps"],
         per_device_train_batch_size=settings["prompts"] * settings["samples"],
         num_generations=settings["samples"],
         max_completion_length=settings["tokens"],
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
         beta=0.0,
         temperature=1.0,
-        bf16=settings["dtype"] == "bfloat16",
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1000,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        **trl_settings(settings),
         **engine,
     )
     data = load_dataset(
@@ -396,6 +387,7 @@ def main() -> None:
     parser.add_argument("--model", help="another model than the random one (with --dataset)")
     parser.add_argument("--dataset", help="its jsonl file of prompt and answer (sft: completion)")
     parser.add_argument("--compile", action="store_true", help="sft: sides with torch.compile, too")
+    parser.add_argument("--only", nargs="+", help="names of the sides to run, as printed")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -428,6 +420,13 @@ def main() -> None:
             peers.append("TRL, grouped, compiled")
             sides["unroll, compiled"] = lambda: ours_sft(folder, options, 1, compile=True)
             sides[peers[-1]] = lambda: trl(folder, options, mode="grouped, compiled")
+    if options.only:
+        if unknown := set(options.only) - set(sides):
+            parser.error(f"--only: {sorted(unknown)} not in {list(sides)}")
+        sides = {name: side for name, side in sides.items() if name in options.only}
+        peers = [name for name in peers if name in sides]
+    of_any = of_trained = peak = 0.0
+    if sft:
         model = Path(options.model or folder / "model")
         of_any, of_trained = flops_per_token(model)
         peak = matmul_flops(options.threads, options.dtype)
