@@ -499,6 +499,19 @@ def epoch_order(
     return rows[np.random.default_rng((seed, epoch)).permutation(total)]
 
 
+def describe_mixture(
+    names: tuple[str, ...], sizes: tuple[int, ...], weights: tuple[float, ...], seed: int
+) -> str:
+    """How often an epoch passes over each dataset: a small one may be repeated many times."""
+    order = epoch_order(0, sizes, weights, seed)
+    starts = np.cumsum((0, *sizes))
+    lines = ["mixture, per epoch:"]
+    for name, size, start in zip(names, sizes, starts[:-1], strict=True):
+        count = int(((order >= start) & (order < start + size)).sum())
+        lines.append(f"  {name}: {count / len(order):.1%} of the rows, {count / size:.2f} passes")
+    return "\n".join(lines)
+
+
 def batch_indices(
     step: int,
     *,
@@ -707,6 +720,8 @@ def main(args: Args) -> None:
         dtype = torch.bfloat16 if env.device.type == "cuda" else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
+    if args.cpu_offload and env.device.type == "cpu":
+        print0("--cpu_offload: there is no GPU here to offload from")
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
     stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
     # -- end shared --
@@ -743,7 +758,8 @@ def main(args: Args) -> None:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
         eval_rows = eval_rows[: args.eval_max_prompts]
     sizes = tuple(sum(row.source == i for row in rows) for i in range(len(args.dataset)))
-    epoch_order(0, sizes, args.dataset_weights, args.seed)  # weights that cannot be met show here
+    if args.dataset_weights is not None:
+        print0(describe_mixture(args.dataset, sizes, args.dataset_weights, args.seed))
     scorer.wait_ready()  # a reward file that does not import ends the run here
 
     # ---- [3] models and optimizer ----

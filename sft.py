@@ -94,7 +94,7 @@ class Args:
     # -- end shared --
 
     num_epochs: float | None = None
-    """passes over the data; decides num_steps"""
+    """passes over the data, as many as --dataset has rows; replaces num_steps (rounded up)"""
 
     # data
     dataset: tuple[str, ...] = ()
@@ -313,6 +313,19 @@ def epoch_order(
     return rows[np.random.default_rng((seed, epoch)).permutation(total)]
 
 
+def describe_mixture(
+    names: tuple[str, ...], sizes: tuple[int, ...], weights: tuple[float, ...], seed: int
+) -> str:
+    """How often an epoch passes over each dataset: a small one may be repeated many times."""
+    order = epoch_order(0, sizes, weights, seed)
+    starts = np.cumsum((0, *sizes))
+    lines = ["mixture, per epoch:"]
+    for name, size, start in zip(names, sizes, starts[:-1], strict=True):
+        count = int(((order >= start) & (order < start + size)).sum())
+        lines.append(f"  {name}: {count / len(order):.1%} of the rows, {count / size:.2f} passes")
+    return "\n".join(lines)
+
+
 def batch_indices(
     step: int,
     *,
@@ -398,7 +411,9 @@ def preview(args: Args) -> None:
         print(
             f"\n---- example {number}: {sum(row.loss_mask)} of {len(row.input_ids)} tokens trained"
         )
-        print(render_example(row, tokenizer, max_chars=100_000, color=sys.stdout.isatty()))
+        cut = args.overlong == "truncate" and len(row.input_ids) == args.max_sequence_tokens
+        text = render_example(row, tokenizer, max_chars=100_000, color=sys.stdout.isatty())
+        print(text + ("\n(as long as --max_sequence_tokens: may be cut)" if cut else ""))
 
 
 def main(args: Args) -> None:
@@ -416,6 +431,8 @@ def main(args: Args) -> None:
         dtype = torch.bfloat16 if env.device.type == "cuda" else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
+    if args.cpu_offload and env.device.type == "cpu":
+        print0("--cpu_offload: there is no GPU here to offload from")
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
     stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
     # -- end shared --
@@ -427,7 +444,8 @@ def main(args: Args) -> None:
     if args.eval_dataset:
         eval_dataset = load(args, tokenizer, stop_ids, "--eval_dataset")
     sizes = tuple(dataset.source_sizes)
-    epoch_order(0, sizes, args.dataset_weights, args.seed)  # weights that cannot be met show here
+    if args.dataset_weights is not None:
+        print0(describe_mixture(args.dataset, sizes, args.dataset_weights, args.seed))
     if args.num_epochs is not None:
         num_steps = math.ceil(args.num_epochs * len(dataset) / args.sequences_per_step)
         args = replace(args, num_steps=num_steps)

@@ -105,6 +105,9 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
+        for name in self.template_kwargs:
+            if name not in str(tokenizer.chat_template):
+                raise ValueError(f"--chat_template_args: the chat template does not use {name!r}")
         self.notes: set[str] = set()
         """what was written as text because the template has no place for it"""
         self.stop_ids = {*stop_token_ids(tokenizer), *stop_ids}
@@ -142,7 +145,7 @@ class ChatTemplate:
         if template_terminator(self.tokenizer) is None:
             raise ValueError(
                 "the chat template ends assistant turns without a special token: the model could "
-                "not learn to stop; use another template or --prompt_format=text"
+                "not learn to stop; bring another one with --chat_template FILE"
             )
         refusals: list[str] = []
         for answer in ("Paris", "<think>\nso\n</think>\n\nParis"):
@@ -157,8 +160,8 @@ class ChatTemplate:
                 except Drop as drop:
                     refusals.append(f"{drop.reason}: {drop.detail}")
         raise ValueError(
-            f"the chat template cannot be trained on ({refusals[0]}); use another template or "
-            "--prompt_format=text"
+            f"the chat template cannot be trained on ({refusals[0]}); bring another one with "
+            "--chat_template FILE"
         )
 
     def prompt_ids(self, messages: Messages, tools: Tools) -> list[int]:

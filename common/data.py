@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -137,19 +137,25 @@ class LoadReport:
     """rows that needed several sequences"""
     notes: list[str] = field(default_factory=list)
     """what the reader should know"""
-    from_cache: bool = False
-    """nothing was tokenised"""
+    sources: list[str] = field(default_factory=list)
+    """what became of each dataset name, if there are several"""
+    limited: bool = False
+    """reading stopped early"""
+    from_cache: str | None = None
+    """the folder that it came from: nothing was tokenised"""
 
     def __str__(self) -> str:
         formats = ", ".join(f"{name} {count:,}" for name, count in self.formats.items())
-        line = f"{self.flag}: {self.rows:,} rows ({formats}) -> {self.sequences:,} sequences, "
+        rows = f"{'the first ' if self.limited else ''}{self.rows:,} rows"
+        line = f"{self.flag}: {rows} ({formats}) -> {self.sequences:,} sequences, "
         line += f"{self.tokens:,} tokens"
         if self.target_tokens:
             line += f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.1%})"
-        lines = [line + (", from the cache" if self.from_cache else "")]
+        lines = [line + (f", from the cache ({self.from_cache})" if self.from_cache else "")]
+        lines += [f"  {source}" for source in self.sources]
         lines += [f"  dropped {n:,}: {self.describe(r)}" for r, n in self.dropped.items()]
         if self.truncated:
-            lines.append(f"  truncated {self.truncated:,} sequences at the limit")
+            lines.append(f"  truncated {self.truncated:,} sequences: they have lost their tail")
         if self.split_rows:
             lines.append(
                 f"  split {self.split_rows:,} rows into several sequences: earlier turns read "
@@ -195,11 +201,18 @@ class _RowEncoder:
                 raise ValueError(f"--{name}={getattr(self, name)}: expected {expected}")
         has_template = bool(self.tokenizer.chat_template)
         if self.prompt_format == "chat" and not has_template:
-            raise ValueError("--prompt_format=chat: the tokenizer has no chat template")
+            raise ValueError(
+                "--prompt_format=chat: the tokenizer has no chat template; bring one with "
+                "--chat_template FILE"
+            )
         use_template = has_template and self.prompt_format != "text"
         if self.system_prompt and not use_template:
             raise ValueError(
                 "--system_prompt needs a chat template, but prompts are formatted as plain text"
+            )
+        if self.template_kwargs and not use_template:
+            raise ValueError(
+                f"--chat_template_args={self.template_kwargs}: no chat template is used"
             )
         self.template = (
             ChatTemplate(self.tokenizer, self.template_kwargs, self.stop_ids)
@@ -254,8 +267,8 @@ class _RowEncoder:
             return True
         if not isinstance(prompt, str) and self.prompt_format != "text":
             raise ValueError(
-                "rows have messages, but the tokenizer has no chat template; "
-                "use --prompt_format=text or a tokenizer with a template"
+                "rows have messages, but the tokenizer has no chat template; bring one with "
+                "--chat_template FILE"
             )
         if tools:
             raise Drop("tools_need_template", "tools need a chat template")
@@ -335,6 +348,7 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
     masks: list[np.ndarray] = []
     drops: list[tuple[int, str, str]] = []
     formats: Counter[str] = Counter()
+    notes: set[str] = set()
     truncated = split_rows = 0
     for index, row in enumerate(rows, start=start):
         try:
@@ -349,6 +363,11 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
             continue
         except ValueError as error:
             raise _BadRow(index, str(error)) from error
+        if not encoder.template and name in ("instruction+output", "question+answer"):
+            notes.add(
+                "no chat template is used: answers follow their prompts without any separator "
+                "(--chat_template FILE brings a template)"
+            )
         split_rows += len(sequences) > 1
         for sequence in sequences:
             length = len(sequence.input_ids)
@@ -370,7 +389,7 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
         drops,
         len(rows),
         formats,
-        set(encoder.template.notes) if encoder.template else set(),
+        notes | (encoder.template.notes if encoder.template else set()),
         truncated,
         split_rows,
     )
@@ -419,13 +438,20 @@ def _build(
         encoder.template.check()
     chunks: list[_Chunk] = []
     source_sizes = np.zeros(len(sources), np.int64)
-    chunk_rows = min(CHUNK_ROWS, limit or CHUNK_ROWS)
+    report.limited = limit is not None
+    # of several sources, about as many sequences from each
+    limits = [len(part) for part in np.array_split(range(limit or 0), len(sources))]
+    chunk_rows = min(CHUNK_ROWS, max(limits) or CHUNK_ROWS)
     for number, source in enumerate(sources):
+        if limit and not limits[number]:
+            break
+        rows = 0
         dropped: Counter[str] = Counter()
         for chunk in _progress(source, _encode_source(source, encoder, chunk_rows)):
             chunks.append(chunk)
             source_sizes[number] += len(chunk.lengths)
             report.rows += chunk.rows
+            rows += chunk.rows
             report.formats += chunk.formats
             report.truncated += chunk.truncated
             report.split_rows += chunk.split_rows
@@ -433,21 +459,27 @@ def _build(
             for index, reason, detail in chunk.drops:
                 report.count_drop(Drop(reason, detail), source.locate(index))
             dropped.update(reason for _, reason, _ in chunk.drops)
-            if limit and source_sizes.sum() >= limit:
-                source_sizes[number] -= source_sizes.sum() - limit
+            if limit and source_sizes[number] >= limits[number]:
+                surplus = int(source_sizes[number]) - limits[number]
+                chunks[-1] = _without_last(chunk, surplus)
+                source_sizes[number] -= surplus
                 break
         if not source_sizes[number]:
-            raise _all_dropped(report, source, dropped, f"max_tokens={encoder.max_tokens}")
-        if limit and source_sizes.sum() >= limit:
-            break
+            raise _all_dropped(
+                report, source, dropped, f"--max_sequence_tokens={encoder.max_tokens}"
+            )
+        if len(sources) > 1:
+            report.sources.append(
+                f"{source.name}: {rows:,} rows -> {source_sizes[number]:,} sequences, "
+                f"{dropped.total():,} dropped"
+            )
     failed = [reason for reason in TEMPLATE_REASONS if reason in report.dropped]
     if 2 * sum(report.dropped[reason] for reason in failed) > report.rows:
         details = "; ".join(report.describe(reason) for reason in failed)
         raise ValueError(f"{report.flag}: the chat template fails on most rows: {details}")
     offsets = np.cumsum([0, *(n for chunk in chunks for n in chunk.lengths)], dtype=np.int64)
-    offsets = offsets[: source_sizes.sum() + 1]
-    ids = np.concatenate([chunk.ids for chunk in chunks])[: offsets[-1]]
-    mask = np.concatenate([chunk.mask for chunk in chunks])[: offsets[-1]]
+    ids = np.concatenate([chunk.ids for chunk in chunks])
+    mask = np.concatenate([chunk.mask for chunk in chunks])
     report.sequences, report.tokens = len(offsets) - 1, len(ids)
     report.target_tokens = int(mask.sum())
     return {
@@ -458,6 +490,13 @@ def _build(
         "source_sizes": source_sizes,
         "largest_id": ids.max(keepdims=True),
     }
+
+
+def _without_last(chunk: _Chunk, count: int) -> _Chunk:
+    """Without the last `count` sequences."""
+    lengths = chunk.lengths[: len(chunk.lengths) - count]
+    end = sum(lengths)
+    return replace(chunk, ids=chunk.ids[:end], mask=chunk.mask[:end], lengths=lengths)
 
 
 def _encode_source(source: Source, encoder: _RowEncoder, chunk_rows: int) -> Iterator[_Chunk]:
@@ -546,7 +585,8 @@ def load_sft_rows(
             folder = Path(cache_dir).expanduser().resolve() / key
             if cached := load_arrays(folder):
                 arrays.update(cached[0])
-                report = LoadReport(**cached[1] | {"flag": flag, "from_cache": True})
+                about: dict[str, Any] = cached[1] | {"flag": flag, "from_cache": str(folder)}
+                report = LoadReport(**about)
                 report.formats = Counter(report.formats)
                 return report, folder
         report = LoadReport(flag)
@@ -634,7 +674,7 @@ def load_prompts(
                 raise ValueError(f"{flag}: {source.locate(index)}: {error}") from error
         report.rows += len(rows)
         if dropped.total() == len(rows):
-            raise _all_dropped(report, source, dropped, f"{max_prompt_tokens=}")
+            raise _all_dropped(report, source, dropped, f"--max_prompt_tokens={max_prompt_tokens}")
     report.sequences, report.tokens = len(kept), sum(len(row.prompt_ids) for row in kept)
     if encoder.template:
         report.notes = sorted(encoder.template.notes)

@@ -138,6 +138,8 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> PreTrained
     """
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(f"--model={name}: no such folder, and not the form of a hub name")
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(f"--model={name}: holds LoRA adapters; the merged model is in `final`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

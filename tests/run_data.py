@@ -31,7 +31,7 @@ for kind in ("sent", "written", "mapped", "out of sight"):
         cache.load_arrays = lambda folder: None
     options["cache_dir"] = None if kind == "sent" else folder / "cache"
     dataset, report = load_sft_rows([str(folder / "a.jsonl")], make_tokenizer(), **options)
-    assert report.from_cache == (kind in ("mapped", "out of sight")), kind
+    assert bool(report.from_cache) == (kind in ("mapped", "out of sight")), kind
     assert (dataset.input_ids.base is None) == (kind in ("sent", "out of sight")), kind
     everything = (dataset[:], dataset.num_targets.tolist(), dataset.source_sizes)
     everything += (dataset.lengths.tolist(), dataset.largest_id, str(report).partition(",")[0])

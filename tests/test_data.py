@@ -342,7 +342,7 @@ def test_sft_drops_are_counted(tmp_path):
         "bad_tool_call": 2,
         "starts_with_assistant": 1,
     }
-    with pytest.raises(ValueError, match=r"all 1 rows .*no_target.*max_tokens=200"):
+    with pytest.raises(ValueError, match=r"all 1 rows .*no_target.*--max_sequence_tokens=200"):
         sft(tmp_path, rows[1:2])
 
 
@@ -559,10 +559,12 @@ def test_dataset_is_a_sequence_of_rows(tmp_path):
     with pytest.raises(IndexError):
         dataset[5]
     # the first few only, from as many sources as it takes
-    for limit in range(1, 7):
+    for limit in range(1, 7):  # about as many from each name, in order
         some, report = load([*one, *two], tokenizer, limit=limit, cache_dir=tmp_path / "cache")
-        assert some[:] == rows[:limit] and report.sequences == min(limit, 5)
-        assert some.source_sizes == [min(limit, 2), min(max(limit - 2, 0), 3)]
+        sizes = [min((limit + 1) // 2, 2), min(limit // 2, 3)]
+        assert some[:] == [*rows[: sizes[0]], *rows[2 : 2 + sizes[1]]]
+        assert some.source_sizes == sizes and report.sequences == sum(sizes)
+        assert "the first" in str(report) and report.from_cache is None
     assert not (tmp_path / "cache").exists()
 
 
@@ -760,7 +762,8 @@ def test_cache_hits_only_when_nothing_has_changed(tmp_path):
     assert not first.from_cache and second.from_cache
     assert again[:] == fresh[:] and again.largest_id == fresh.largest_id
     assert isinstance(again.input_ids, np.memmap)
-    second.from_cache = False
+    assert str(folder) in str(second)
+    second.from_cache = None
     assert first == second and "no_target (row 2 of a.jsonl" in str(second)
     tokenizer = make_tokenizer()
     tokenizer(["a", "b b"], padding=True, truncation=True, max_length=5)  # leaves settings behind
@@ -850,3 +853,25 @@ def test_two_ranks_get_the_same_data_and_the_same_error(tmp_path):
     told = {line.partition(": ")[2] for line in result.stdout.splitlines() if "rank" in line}
     (line,) = told
     assert result.stdout.count(line) == 2 and "missing.jsonl: no such file" in line
+
+
+def test_base_model_is_told_that_nothing_separates_prompt_and_answer(tmp_path):
+    """Instruction rows were glued to their answers without a word about it."""
+    rows = [{"instruction": "say hi", "output": "hello"}]
+    paths = write(tmp_path / "a.jsonl", rows)
+    assert "--chat_template FILE" in str(load(paths, make_tokenizer("no_template"))[1])
+    assert not load(paths, make_tokenizer())[1].notes
+    with pytest.raises(ValueError, match="--chat_template_args: .*'enable_thinking'"):
+        load(paths, make_tokenizer(), template_kwargs={"enable_thinking": False})
+    with pytest.raises(ValueError, match="--chat_template_args"):
+        load(paths, make_tokenizer("no_template"), template_kwargs={"enable_thinking": False})
+
+
+def test_every_dataset_name_has_its_own_line(tmp_path):
+    """A source of which nearly everything was dropped was lost in the sum of a mixture."""
+    long = {"messages": [USER, {"role": "assistant", "content": "x" * 300}]}
+    one = write(tmp_path / "a.jsonl", [{"messages": CHAT}] * 3)
+    two = write(tmp_path / "b.jsonl", [{"messages": CHAT}, long, long])
+    text = str(load([*one, *two], make_tokenizer())[1])
+    assert f"{one[0]}: 3 rows -> 3 sequences, 0 dropped" in text
+    assert f"{two[0]}: 3 rows -> 1 sequences, 2 dropped" in text
