@@ -282,6 +282,8 @@ class Args:
                 f"--adam_beta1={self.adam_beta1} and --adam_beta2={self.adam_beta2} "
                 "must be in [0, 1)"
             )
+        if self.seed >= 2**32 or self.timeout_s > 1e9:
+            raise ValueError(f"--seed={self.seed} or --timeout_s={self.timeout_s} is too large")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise ValueError(f"--warmup_steps={self.warmup_steps} must not be negative")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
@@ -474,7 +476,7 @@ def epoch_order(
 
     Without weights an epoch is every row once. With weights it is equally long, but each dataset
     gives its share. A dataset is walked in permutations of its own that go on from epoch to epoch,
-    so that each of its rows comes once before any comes again.
+    so that its rows are used equally often, give or take one.
 
     Raises:
         ValueError: a weight is too small for a single row per epoch.
@@ -482,7 +484,8 @@ def epoch_order(
     total = sum(sizes)
     rows = np.arange(total)
     if weights is not None:
-        ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(int)
+        shares = np.array(weights) / max(weights)
+        ends = np.rint(np.cumsum(shares) / shares.sum() * total).astype(int)
         counts = np.diff(ends, prepend=0)
         if not counts.all():
             raise ValueError(

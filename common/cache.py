@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
+import zlib
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -50,12 +52,20 @@ def cache_key(tokenizer: Any, *parts: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def load_arrays(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
-    """Memory-mapped arrays and their description; None if absent or damaged."""
+def load_arrays(folder: Path, *, verify: bool = False) -> tuple[Arrays, dict[str, Any]] | None:
+    """Memory-mapped arrays and their description; None if absent or damaged.
+
+    Args:
+        folder: from `save_arrays`.
+        verify: read everything once and compare it with the checksums.
+    """
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["shapes"]}
-        return (arrays, about["report"]) if _shapes(arrays) == about["shapes"] else None
+        whole = _shapes(arrays) == about["shapes"]
+        if verify:
+            whole = whole and _checksums(arrays) == about["checksums"]
+        return (arrays, about["report"]) if whole else None
     except (OSError, ValueError, EOFError, LookupError, TypeError):
         return None
 
@@ -66,17 +76,23 @@ def save_arrays(folder: Path, arrays: Arrays, report: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    for leftover in folder.parent.glob(".*.*/"):  # of runs that were killed while writing
+        if time.time() - leftover.stat().st_mtime > 86400:
+            shutil.rmtree(leftover, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
-        for name, array in arrays.items():
-            np.save(temporary / f"{name}.npy", array)
-        about = json.dumps({"report": report, "shapes": _shapes(arrays)})
-        (temporary / "about.json").write_text(about, encoding="utf-8")
+        about = {"report": report, "shapes": _shapes(arrays), "checksums": _checksums(arrays)}
+        files: dict[str, Any] = {f"{name}.npy": array for name, array in arrays.items()}
+        for name, content in {**files, "about.json": json.dumps(about).encode()}.items():
+            with (temporary / name).open("wb") as file:
+                file.write(content) if isinstance(content, bytes) else np.save(file, content)
+                file.flush()
+                os.fsync(file.fileno())  # the rename must not reach the disk before the data
         try:
             os.rename(temporary, folder)
         except OSError:
-            if load_arrays(folder):  # another run was faster
+            if load_arrays(folder, verify=True):  # another run was faster
                 return
             shutil.rmtree(folder, ignore_errors=True)  # damaged
             os.rename(temporary, folder)
@@ -107,6 +123,10 @@ def share_arrays(arrays: Arrays, folder: Path | None) -> Arrays:
             dist.broadcast(piece, src=0)
         shared[name] = array
     return shared
+
+
+def _checksums(arrays: Arrays) -> dict[str, int]:
+    return {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in arrays.items()}
 
 
 def _shapes(arrays: Arrays) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
+import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -135,6 +137,8 @@ class LoadReport:
     """sequences cut at the limit"""
     split_rows: int = 0
     """rows that needed several sequences"""
+    split_sequences: int = 0
+    """which are so many"""
     notes: list[str] = field(default_factory=list)
     """what the reader should know"""
     sources: list[str] = field(default_factory=list)
@@ -158,8 +162,9 @@ class LoadReport:
             lines.append(f"  truncated {self.truncated:,} sequences: they have lost their tail")
         if self.split_rows:
             lines.append(
-                f"  split {self.split_rows:,} rows into several sequences: earlier turns read "
-                "differently once they are history"
+                f"  split {self.split_rows:,} rows into {self.split_sequences:,} sequences: "
+                "earlier turns read differently once they are history "
+                "(--train_on last_turn needs no split)"
             )
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -341,6 +346,7 @@ class _Chunk:
     notes: set[str]
     truncated: int
     split_rows: int
+    split_sequences: int
 
 
 def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
@@ -349,7 +355,7 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
     drops: list[tuple[int, str, str]] = []
     formats: Counter[str] = Counter()
     notes: set[str] = set()
-    truncated = split_rows = 0
+    truncated = split_rows = split_sequences = 0
     for index, row in enumerate(rows, start=start):
         try:
             name = detect_format(row)
@@ -368,7 +374,9 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
                 "no chat template is used: answers follow their prompts without any separator "
                 "(--chat_template FILE brings a template)"
             )
-        split_rows += len(sequences) > 1
+        if len(sequences) > 1:
+            split_rows += 1
+            split_sequences += len(sequences)
         for sequence in sequences:
             length = len(sequence.input_ids)
             if length > encoder.max_tokens and encoder.overlong == "drop":
@@ -392,20 +400,23 @@ def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
         notes | (encoder.template.notes if encoder.template else set()),
         truncated,
         split_rows,
+        split_sequences,
     )
 
 
 _worker_encoder: list[_RowEncoder] = []
 
 
-def _start_worker(encoder: _RowEncoder) -> None:
+def _start_worker(encoder: _RowEncoder, parent: int) -> None:
     if sys.platform == "linux":  # a killed run must not leave its workers behind
         ctypes.CDLL(None).prctl(1, 15)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
     _worker_encoder.append(encoder)
 
 
-def _encode_in_worker(job: tuple[list[Row], int]) -> _Chunk:
-    return _encode_chunk(*job, _worker_encoder[0])
+def _encode_in_worker(pickled: bytes, start: int) -> _Chunk:
+    return _encode_chunk(pickle.loads(pickled), start, _worker_encoder[0])
 
 
 def _num_cores() -> int:
@@ -425,9 +436,17 @@ def _encode_rows(rows: list[Row], encoder: _RowEncoder, chunk_rows: int) -> Iter
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(encoder,),
+        initargs=(encoder, os.getpid()),
     ) as pool:
-        yield from pool.map(_encode_in_worker, jobs)
+        pending: deque[Future[_Chunk] | _Chunk] = deque()
+        for chunk, start in jobs:
+            try:
+                pending.append(pool.submit(_encode_in_worker, pickle.dumps(chunk), start))
+            except RecursionError:  # nested too deep to be sent, but perhaps not to be read
+                pending.append(_encode_chunk(chunk, start, encoder))
+        while pending:
+            result = pending.popleft()
+            yield result.result() if isinstance(result, Future) else result
 
 
 def _build(
@@ -445,6 +464,9 @@ def _build(
     for number, source in enumerate(sources):
         if limit and not limits[number]:
             break
+        if len(source.files) > 1:
+            files = ", ".join(file.name for file in source.files)
+            report.notes.append(f"{source.name}: {files:.300}")
         rows = 0
         dropped: Counter[str] = Counter()
         for chunk in _progress(source, _encode_source(source, encoder, chunk_rows)):
@@ -455,6 +477,7 @@ def _build(
             report.formats += chunk.formats
             report.truncated += chunk.truncated
             report.split_rows += chunk.split_rows
+            report.split_sequences += chunk.split_sequences
             report.notes = sorted({*report.notes, *chunk.notes})
             for index, reason, detail in chunk.drops:
                 report.count_drop(Drop(reason, detail), source.locate(index))
@@ -582,13 +605,15 @@ def load_sft_rows(
             settings = (system_prompt, prompt_format, template_kwargs, train_on, overlong)
             fingerprints = [source.fingerprint() for source in sources]
             key = cache_key(tokenizer, fingerprints, settings, max_tokens, sorted(stop_ids))
-            folder = Path(cache_dir).expanduser().resolve() / key
-            if cached := load_arrays(folder):
+            folder = Path(os.path.expanduser(cache_dir)).resolve() / key
+            cached = load_arrays(folder, verify=True)
+            if cached and cached[1].keys() == vars(LoadReport(flag)).keys():
                 arrays.update(cached[0])
                 about: dict[str, Any] = cached[1] | {"flag": flag, "from_cache": str(folder)}
                 report = LoadReport(**about)
                 report.formats = Counter(report.formats)
                 return report, folder
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or not there
         report = LoadReport(flag)
         arrays.update(_build(sources, encoder, report, limit))
         if folder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 WRAPPERS = ("data", "rows", "examples", "instances")
 
 _SLICE = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")
+_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -141,18 +143,13 @@ def _resolve(name: str, flag: str, split: str) -> Source:
                 f"{flag}={name}: expected a slice such as [:1000], [100:200], [-50:] or [:90%]"
             )
         bounds = (match[1] or "", match[2] or "")
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if not path or "\0" in path:
         raise ValueError(f"{flag}={name!r}: not a dataset name")
     if _exists(path) and local.is_dir():
-        files = sorted(f for f in local.iterdir() if f.name.lower().endswith(SUFFIXES))
-        if not files:
-            raise ValueError(f"{flag}={name}: the directory has no {', '.join(SUFFIXES)} file")
-        # a directory with train and test files must not train on the test rows
-        of_split = [f for f in files if split in re.split(r"[^a-z]+", f.name.lower())]
-        return Source(name, flag, tuple(of_split or files), bounds=bounds)
+        return Source(name, flag, _files_of_split(local, f"{flag}={name}", split), bounds=bounds)
     if _exists(path):
-        if not local.name.lower().endswith(SUFFIXES):
+        if not (local.is_file() and local.name.lower().endswith(SUFFIXES)):
             raise ValueError(
                 f"{flag}={name}: expected {', '.join(SUFFIXES)}, a directory or a hub name"
             )
@@ -164,10 +161,32 @@ def _resolve(name: str, flag: str, split: str) -> Source:
     return Source(name, flag, hub=(hub, config or None, own_split or split), bounds=bounds)
 
 
+def _files_of_split(folder: Path, label: str, split: str) -> tuple[Path, ...]:
+    """The files whose names contain the split as a word; all, if none is named by any split.
+
+    A folder with train and test files must not train on the test rows, nor evaluate on the others.
+    """
+    files = sorted(f for f in folder.iterdir() if f.name.lower().endswith(SUFFIXES) and f.is_file())
+    if not files:
+        raise ValueError(f"{label}: the directory has no {', '.join(SUFFIXES)} file")
+    chosen = [f for f in files if _has_word(f.name, split)]
+    if not chosen and any(_has_word(f.name, word) for f in files for word in _SPLIT_NAMES):
+        raise ValueError(
+            f"{label}: no file of split {split!r} among {', '.join(f.name for f in files):.300}"
+        )
+    return tuple(chosen or files)
+
+
+def _has_word(name: str, word: str) -> bool:
+    """train is a word of train-00001.jsonl and of my_train.jsonl, not of training.jsonl."""
+    pattern = rf"(?<![a-z]){re.escape(word.lower())}(?![a-z])"
+    return bool(word) and re.search(pattern, name.lower()) is not None
+
+
 def _exists(name: str) -> bool:
     try:
-        return Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long a name, NUL, no such user's home
+        return Path(os.path.expanduser(name)).exists()
+    except (OSError, ValueError):  # too long a name, NUL
         return False
 
 
@@ -207,7 +226,7 @@ def _read_parquet(path: Path, label: str) -> list[Any]:
 
     try:
         return pyarrow.parquet.read_table(path).to_pylist()  # plain lists and dicts, no arrays
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise ValueError(f"{label}: not a readable parquet file: {error}") from error
 
 

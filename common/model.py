@@ -149,7 +149,10 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> PreTrained
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model={name}: the tokenizer has no eos token, so no response can end")
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat_template={chat_template}: cannot be read: {error}") from error
     return tokenizer
 
 

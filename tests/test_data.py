@@ -596,6 +596,10 @@ def test_example_in_color(tmp_path):
 def test_worker_processes_give_the_same_in_the_same_order(tmp_path, monkeypatch):
     rows = [{"messages": [USER, {"role": "assistant", "content": f"{i}"}]} for i in range(2300)]
     rows[1500] = {"text": "x" * 300}
+    nested: object = []
+    for _ in range(900):  # more than can be pickled, in a column that nobody reads
+        nested = [nested]
+    rows[700]["extra"] = nested
     paths = write(tmp_path / "a.jsonl", rows)
     alone, report = load(paths)
     monkeypatch.setattr(data, "PARALLEL_ROWS", 2000)
@@ -804,7 +808,10 @@ def test_cache_follows_the_date_that_a_template_writes(tmp_path, monkeypatch):
     assert len(cached(paths, tmp_path / "cache", tokenizer)[0]) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "garbage", "other shape", "about"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", "empty", "missing", "garbage", "other shape", "about", "other report", "zeros"],
+)
 def test_damaged_cache_is_built_anew(tmp_path, damage):
     paths = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
     expected = cached(paths, tmp_path / "cache")[0][:]
@@ -817,6 +824,11 @@ def test_damaged_cache_is_built_anew(tmp_path, damage):
         np.save(file, np.zeros(3, np.int32))
     elif damage == "about":
         (folder / "about.json").write_text("{")
+    elif damage == "other report":
+        about = json.loads((folder / "about.json").read_text())
+        (folder / "about.json").write_text(json.dumps(about | {"report": {"rows": 1}}))
+    elif damage == "zeros":  # right shape: blocks that never reached the disk
+        file.write_bytes(content[:128] + b"\0" * (len(content) - 128))
     else:
         file.write_bytes({"cut": content[:-8], "empty": b"", "garbage": b"x" * 200}[damage])
     rebuilt, report = cached(paths, tmp_path / "cache")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
@@ -230,3 +231,32 @@ def test_fingerprint_follows_content_name_and_slice(tmp_path):
     write(tmp_path / "b.jsonl", [{"n": 1}])
     different |= {fingerprint(tmp_path / "b.jsonl"), fingerprint(tmp_path)}
     assert len(different) == 6
+
+
+def test_folder_never_hands_out_another_split(tmp_path):
+    """`validation` of a folder with train and test files was all of them; so was `train_sft`."""
+    for name in ("train_sft-0", "train_gen-0", "test_sft-0"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+
+    def texts(split):
+        return [row["text"] for row in read_rows([str(tmp_path)], split=split)]
+
+    assert texts("train_sft") == ["train_sft-0"]
+    assert texts("TRAIN") == ["train_gen-0", "train_sft-0"]
+    assert texts("test") == ["test_sft-0"]
+    for split in ("validation", "rain", ""):
+        with pytest.raises(ValueError, match=f"no file of split '{split}' among .*test_sft"):
+            texts(split)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "chats.jsonl").write_text('{"text": "a"}\n')  # not named by split
+    assert len(read_rows([str(other)], split="test")) == 1
+
+
+def test_pipes_and_unknown_homes_are_refused(tmp_path):
+    """Opening a FIFO hung forever."""
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="--dataset="):
+        read_rows([str(tmp_path / "x.jsonl")])
+    with pytest.raises(ValueError, match="no such file"):
+        read_rows(["~nobody-of-that-name/x.jsonl"])
