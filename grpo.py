@@ -726,7 +726,7 @@ def main(args: Args) -> None:
     if args.cpu_offload and env.device.type == "cpu":
         print0("--cpu_offload: there is no GPU here to offload from")
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
-    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
+    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model), args.template_args)
     # -- end shared --
     scorer = RewardScorer(
         list(args.rewards),

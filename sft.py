@@ -408,7 +408,7 @@ def load(
 def preview(args: Args) -> None:
     """Print examples as they are trained; leaves nothing behind."""
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
-    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
+    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model), args.template_args)
     dataset = load(args, tokenizer, stop_ids, "--dataset", limit=args.preview)
     for number, row in enumerate(dataset, start=1):
         print(
@@ -437,7 +437,7 @@ def main(args: Args) -> None:
     if args.cpu_offload and env.device.type == "cpu":
         print0("--cpu_offload: there is no GPU here to offload from")
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
-    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model))
+    stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model), args.template_args)
     # -- end shared --
 
     # ---- [2] data ----

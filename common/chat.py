@@ -14,7 +14,8 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,13 @@ from common.formats import Drop, Messages, TrainOn
 
 Tools = list[dict[str, Any]]
 
-TEMPLATE_REASONS = ("template_error", "template_prefix", "no_stop_token", "template_loses_text")
+TEMPLATE_REASONS = (
+    "template_error",
+    "template_prefix",
+    "no_stop_token",
+    "stop_token_inside_turn",
+    "template_loses_text",
+)
 """drops that are the template's doing"""
 
 # whatever Python code inside a template can raise
@@ -44,6 +51,9 @@ _CONTENT_TOKENS = {
     for name in ("think", "tools", "tool_call", "tool_response")
     for slash in ("", "/")
 }
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_SHORT = 32
+"""texts of fewer characters may well occur in a rendered conversation by chance"""
 _PROBE_USER = {"role": "user", "content": "zqUser"}
 _PROBE_TOOL = {
     "type": "function",
@@ -70,23 +80,29 @@ A call is a JSON object with the function's name and its arguments, inside tags:
 </tool_call>"""
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any | None = None) -> list[int]:
+def stop_token_ids(
+    tokenizer: Any,
+    generation_config: Any | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
     """All ids that end a turn, sorted: EOS of tokenizer and generation config, template's own."""
-    ids = {tokenizer.eos_token_id, template_terminator(tokenizer)}
+    ids = {tokenizer.eos_token_id, template_terminator(tokenizer, template_kwargs)}
     configured = getattr(generation_config, "eos_token_id", None)
     ids.update(configured if isinstance(configured, list | tuple) else [configured])
     return sorted(i for i in ids if i is not None)
 
 
-def template_terminator(tokenizer: Any) -> int | None:
+def template_terminator(
+    tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> int | None:
     """First special token that the chat template writes after the text of an assistant turn."""
     if not tokenizer.chat_template:
         return None
     content = "Paris"
     chat = [{"role": "user", "content": "France?"}, {"role": "assistant", "content": content}]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except TemplateError:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, **template_kwargs or {})
+    except _TEMPLATE_ERRORS:
         return None
     ids = tokenizer(text.rpartition(content)[2], add_special_tokens=False)["input_ids"]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -105,16 +121,29 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
+        templates = tokenizer.chat_template
+        if isinstance(templates, dict) and "default" not in templates:
+            raise ValueError(
+                f"the tokenizer has chat templates named {', '.join(sorted(templates))}, but no "
+                "default one; choose with --chat_template FILE"
+            )
         for name in self.template_kwargs:
             if name not in str(tokenizer.chat_template):
                 raise ValueError(f"--chat_template_args: the chat template does not use {name!r}")
         self.notes: set[str] = set()
         """what was written as text because the template has no place for it"""
-        self.stop_ids = {*stop_token_ids(tokenizer), *stop_ids}
+        self.stop_ids = {
+            *stop_token_ids(tokenizer, template_kwargs=self.template_kwargs),
+            *stop_ids,
+        }
         self._encoder = _Encoder(tokenizer)
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         special = (special | set(tokenizer.all_special_tokens)) - _CONTENT_TOKENS
         self._special = re.compile("|".join(re.escape(t) for t in sorted(special)) or r"(?!)")
+        self._tails: set[tuple[int, ...]] = set()
+        """what the template is known to write after a turn's stop token"""
+        self._losses: dict[int, set[int]] = {}
+        """shape of a conversation -> messages that the template does not write"""
 
     def render(
         self, messages: Messages, tools: Tools | None = None, *, add_generation_prompt: bool = False
@@ -142,7 +171,14 @@ class ChatTemplate:
         Raises:
             ValueError: it does not end assistant turns, or rewrites the prompt of the turn it adds.
         """
-        if template_terminator(self.tokenizer) is None:
+        if template_terminator(self.tokenizer, self.template_kwargs) is None:
+            try:
+                self.render([_PROBE_USER, {"role": "assistant", "content": "Paris"}])
+            except Drop as drop:
+                raise ValueError(
+                    f"the chat template cannot be trained on ({drop.reason}: {drop.detail}); bring "
+                    "another one with --chat_template FILE"
+                ) from drop
             raise ValueError(
                 "the chat template ends assistant turns without a special token: the model could "
                 "not learn to stop; bring another one with --chat_template FILE"
@@ -182,15 +218,22 @@ class ChatTemplate:
         Args:
             messages, tools: as `common.formats` makes them.
             num_context: assistant turns among the first `num_context` messages are not trained.
-            train_on: all assistant turns, the last one, or every token but the first.
+            train_on: all assistant turns, the last one, or every token but the first; turns that
+                are marked `trained`: False are context.
         Raises:
             Drop: nothing to train, the template refuses the row, loses or rewrites what it says,
-                or the text spells special tokens.
+                the text spells special tokens, or `full` meets a turn that is not to be trained.
         """
         self._refuse_special_tokens(messages, tools)
+        trainable = [m.get("trained", True) for m in messages if m["role"] == "assistant"]
+        if train_on == "full" and not all(trainable):
+            raise Drop("untrained_turn_in_full", "a turn is marked as not to be trained")
         num_context = sum(m["role"] == "assistant" for m in messages[:num_context])
         messages, tools = self.adapt(messages, tools)
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"][num_context:]
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [i for i, is_trained in zip(turns, trainable, strict=True) if is_trained][
+            sum(trainable[:num_context]) :
+        ]
         if not turns and train_on != "full":
             raise Drop("no_target", "no assistant turn to train")
         trained = turns[-1:] if train_on == "last_turn" else turns
@@ -199,7 +242,9 @@ class ChatTemplate:
                 _refuse_empty(message, i)
         whole = self._encoder.encode(self.render(messages, tools))
         if train_on == "full":
-            self._refuse_lost_context(messages, whole.text)
+            self._refuse_lost_context(messages, tools, whole.text)
+            for i in turns:  # thoughts in the history are the template's to remove
+                self._refuse_lost_turn(messages[i], whole.text, thoughts=i == len(messages) - 1)
             return [(whole.ids, [t > 0 for t in range(len(whole.ids))])]
         done: list[tuple[list[int], list[bool]]] = []
         ids: list[int] = []
@@ -211,7 +256,7 @@ class ChatTemplate:
                 ids, mask = [], []
             mask = mask + [False] * (len(prompt_ids) - len(ids)) + [True] * len(target_ids)
             ids = prompt_ids + target_ids
-        self._refuse_lost_context(messages, whole.text)
+        self._refuse_lost_context(messages, tools, whole.text)
         if whole.ids[: len(ids)] == ids:  # with what is said after the last trained turn
             ids, mask = whole.ids, mask + [False] * (len(whole.ids) - len(mask))
         return [*done, (ids, mask)]
@@ -227,10 +272,7 @@ class ChatTemplate:
         if not text.startswith(prompt):
             raise Drop("template_prefix", _prefix_detail(prompt, text))
         rest = text[len(prompt) :]
-        content = messages[i]["content"].rpartition("</think>")[2]
-        self._refuse_loss(content, rest)
-        for call in messages[i].get("tool_calls", []):
-            self._refuse_loss(call["function"]["name"], rest)
+        self._refuse_lost_turn(messages[i], rest)
         if not whole.text.startswith(text):
             whole = self._encoder.encode(text)
         prompt_ids = self._encoder.prefix_ids(prompt, whole)
@@ -238,28 +280,110 @@ class ChatTemplate:
         start = len(prompt_ids)
         if ids[:start] != prompt_ids:  # tokens merge across the boundary: not what is sampled
             ids = prompt_ids + self._encoder.continuation(rest)
-        end = next((t for t in range(start, len(ids)) if ids[t] in self.stop_ids), None)
-        if end is None:
+        end = self._end(ids, start)
+        if end == start:
             raise Drop("no_stop_token", f"the template writes {rest[-100:]!r} at a turn's end")
-        return prompt_ids, ids[start : end + 1]
+        self._refuse_inner_stop(messages[:i], tools, prompt, tuple(ids[end:]))
+        return prompt_ids, ids[start:end]
+
+    def _end(self, ids: list[int], start: int) -> int:
+        """Position after the first stop token; `start` if there is none."""
+        return next((t + 1 for t in range(start, len(ids)) if ids[t] in self.stop_ids), start)
+
+    def _refuse_inner_stop(
+        self, context: Messages, tools: Tools, prompt: str, tail: tuple[int, ...]
+    ) -> None:
+        """After its first stop token a turn must go on as any plain one does there."""
+        if tail in self._tails:
+            return
+        text = self._squeezed(tail)
+        plain = self._probe([*context, {"role": "assistant", "content": "Paris"}], tools)
+        if plain.startswith(prompt):
+            ids = self._encoder.continuation(plain[len(prompt) :])
+            end = self._end(ids, 0)
+            same = end > 0 and text == self._squeezed(ids[end:])
+        else:  # the template wants something else in this place
+            same = not self._special.sub("", text)
+        if not same:
+            raise Drop(
+                "stop_token_inside_turn", f"after a stop token the turn goes on: {text!r:.100}"
+            )
+        self._tails.add(tail)
+
+    def _squeezed(self, ids: Iterable[int]) -> str:
+        return "".join(self.tokenizer.decode(list(ids)).split())
 
     def _refuse_special_tokens(self, messages: Messages, tools: Tools) -> None:
         """Such text would become a control token: end a turn early, and be masked silently."""
-        texts = [m["content"] for m in messages] + [m.get("reasoning", "") for m in messages]
+        texts = [str(m[key]) for m in messages for key in m if key != "tool_calls"]
         calls = [call for m in messages for call in m.get("tool_calls", [])]
         if calls or tools:
             texts.append(_json([calls, tools]))
         if found := self._special.search("\0".join(texts)):
             raise Drop("special_token_in_text", f"the text spells {found[0]!r}")
 
-    def _refuse_lost_context(self, messages: Messages, rendered: str) -> None:
+    def _refuse_lost_context(self, messages: Messages, tools: Tools, rendered: str) -> None:
+        position = 0
         for message in messages:
-            if message["role"] in ("system", "developer", "user"):
+            if message["role"] in ("user", "tool"):
+                is_result = message["role"] == "tool"
+                position = self._refuse_loss(
+                    message["content"], rendered, position, escaped=is_result
+                )
+            elif message["role"] != "assistant":  # some templates write it with the last question
                 self._refuse_loss(message["content"], rendered)
+        for i in self._lost(messages, tools):
+            if len(text := messages[i]["content"].strip()) < _SHORT:
+                raise _loss(text)
 
-    def _refuse_loss(self, text: str, rendered: str) -> None:
-        if (text := text.strip()) and text not in rendered:
-            raise Drop("template_loses_text", f"the template does not write {text!r:.100}")
+    def _lost(self, messages: Messages, tools: Tools) -> set[int]:
+        """Messages of the context that go missing in a conversation of this shape."""
+        shape = hash((bool(tools), *((m["role"], bool(m["content"]), *m) for m in messages)))
+        if shape not in self._losses:
+            marks = {
+                i: f"zq{i}zq"
+                for i, m in enumerate(messages)
+                if m["role"] != "assistant" and m["content"].strip()
+            }
+            text = self._probe(
+                [m | {"content": marks.get(i, m["content"])} for i, m in enumerate(messages)], tools
+            )
+            self._losses[shape] = {i for i, mark in marks.items() if text and mark not in text}
+        return self._losses[shape]
+
+    def _refuse_lost_turn(
+        self, message: dict[str, Any], rendered: str, *, thoughts: bool = True
+    ) -> None:
+        """Answer, thoughts and calls of a trained turn must be there."""
+        parts = re.split(r"</?think>", message["content"])
+        position = 0
+        for part in parts if thoughts else parts[-1:]:
+            position = self._refuse_loss(part, rendered, position)
+        for key in _REASONING_KEYS if thoughts else ():
+            self._refuse_loss(message.get(key) or "", rendered)
+        values: list[Any] = []
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            values += [call["function"]["name"], *_leaves(arguments)]
+        # by what they look like: True and 1 are equal
+        for spellings, count in Counter(_spellings(value) for value in values).items():
+            if sum(rendered.count(spelling) for spelling in spellings) < count:
+                raise _loss(min(spellings, key=lambda text: (len(text), text)))
+
+    def _refuse_loss(
+        self, text: str, rendered: str, position: int = 0, *, escaped: bool = False
+    ) -> int:
+        """Where the text ends, looked for from a position on, possibly written as JSON."""
+        text = text.strip()
+        found = [
+            start + len(spelling)
+            for spelling in (_spellings(text) if escaped else (text,))
+            if (start := rendered.find(spelling, position)) >= 0
+        ]
+        if not found:
+            raise _loss(text)
+        return min(found)
 
     # ---- what the template has no place for --------------------------------------------------
 
@@ -269,11 +393,18 @@ class ChatTemplate:
         Assistant turns stay as many and in their order.
         """
         adapted: Messages = []
+        num_calls = 0
+        call_ids: list[str] = []  # not answered yet
         for message in messages:
+            message = {k: v for k, v in message.items() if k != "trained"}
             if "reasoning" in message:
                 message = self._write_reasoning(message)
             if "tool_calls" in message:
-                message = self._write_calls(message)
+                message, calls = self._write_calls(message, num_calls), message["tool_calls"]
+                num_calls += len(calls)
+                call_ids = [c["id"] for c in message.get("tool_calls", calls) if "id" in c]
+            if message["role"] == "tool":
+                message = _answering(message, call_ids)
             if message["role"] == "tool" and not self._renders_results:
                 self.notes.add("tool results are written as <tool_response> in a user turn")
                 text = f"<tool_response>\n{message['content']}\n</tool_response>"
@@ -298,11 +429,11 @@ class ChatTemplate:
         self.notes.add("reasoning is written as <think> before the answer")
         return message | {"content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
 
-    def _write_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _write_calls(self, message: dict[str, Any], num_before: int) -> dict[str, Any]:
         message = dict(message)
         calls = message.pop("tool_calls")
         if self._call_style is not None:
-            return message | {"tool_calls": _styled(calls, *self._call_style)}
+            return message | {"tool_calls": _styled(calls, *self._call_style, num_before)}
         self.notes.add("tool calls are written as <tool_call> (vLLM: --tool-call-parser hermes)")
         texts = [message["content"]] if message["content"] else []
         texts += [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls]
@@ -349,11 +480,13 @@ class ChatTemplate:
             calls = _styled([{"type": "function", "function": function}], *self._call_style)
             turn |= {"content": "", "tool_calls": calls}
         result = {"role": "tool", "content": "zqResult", "name": "zqTool"}
+        call_ids = [call["id"] for call in turn.get("tool_calls", []) if "id" in call]
+        result = _answering(result, call_ids)
         return "zqResult" in self._probe([_PROBE_USER, turn, result], [_PROBE_TOOL])
 
     @cached_property
     def _reasoning_key(self) -> str | None:
-        for key in ("reasoning_content", "thinking", "reasoning"):
+        for key in _REASONING_KEYS:
             turn = {"role": "assistant", "content": "zqAnswer", key: "zqThought"}
             if "zqThought" in self._probe([_PROBE_USER, turn]):
                 return key
@@ -376,13 +509,53 @@ class ChatTemplate:
         return text if again == bare else ""
 
 
-def _styled(calls: list[dict[str, Any]], as_json: bool, with_ids: bool) -> list[dict[str, Any]]:
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # Mistral: nine characters
+
+
+def _answering(message: dict[str, Any], call_ids: list[str]) -> dict[str, Any]:
+    """The tool result with the id of its call, the first one that is open if it names none."""
+    if "tool_call_id" not in message:
+        return message | {"tool_call_id": call_ids.pop(0)} if call_ids else message
+    if message["tool_call_id"] in call_ids:
+        call_ids.remove(message["tool_call_id"])
+    return message
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Strings, numbers and the like, at any depth."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    elif not isinstance(value, str) or value.strip():
+        yield value
+
+
+def _spellings(value: Any) -> frozenset[str]:
+    """What a template may write for a value: itself, or as JSON, JSON in JSON text or Python."""
+    if not isinstance(value, str):
+        return frozenset((_json(value), str(value)))
+    text = value.strip()
+    if text.isascii() and not any(c in text for c in "\"'\\\n\t\r"):
+        return frozenset((text,))
+    once = {text, _json(text)[1:-1], json.dumps(text)[1:-1]}
+    python = repr(text)[1:-1], _json(text)[1:-1].replace('\\"', '"').replace("'", "\\'")
+    return frozenset({*once, *python, *(_json(spelling)[1:-1] for spelling in once)})
+
+
+def _loss(text: str) -> Drop:
+    return Drop("template_loses_text", f"the template does not write {text!r:.100}")
+
+
+def _styled(
+    calls: list[dict[str, Any]], as_json: bool, with_ids: bool, num_before: int = 0
+) -> list[dict[str, Any]]:
     styled: list[dict[str, Any]] = []
-    for number, call in enumerate(calls, start=1):
+    for number, call in enumerate(calls, start=num_before + 1):
         function = call["function"]
         if as_json:
             function = function | {"arguments": _json(function["arguments"])}
-        ids = {"id": f"call{number:05d}"} if with_ids else {}  # Mistral: nine characters
+        ids = {"id": _call_id(number)} if with_ids else {}
         styled.append(ids | call | {"function": function})
     return styled
 
@@ -392,9 +565,7 @@ def _json(value: Any) -> str:
 
 
 def _refuse_empty(message: dict[str, Any], i: int) -> None:
-    if not message["content"].strip() and not message.keys() & {
-        *("tool_calls", "reasoning_content", "thinking", "reasoning")
-    }:
+    if not message["content"].strip() and not message.keys() & {"tool_calls", *_REASONING_KEYS}:
         raise Drop("empty_turn", f"the {message['role']} turn {i + 1} has no text")
 
 

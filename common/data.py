@@ -55,7 +55,7 @@ class PromptRow:
     prompt_ids: list[int]
     """what the engine continues; generation prompt included"""
     prompt: str | Messages
-    """as in the dataset (without `system_prompt`); reward functions get this"""
+    """as in the dataset, with its `system` column but without `system_prompt`; for the rewards"""
     columns: dict[str, Any]
     """every other column of the row, plus `ground_truth` for verl rows"""
     source: int = 0
@@ -242,6 +242,8 @@ class _RowEncoder:
         if len(messages) != 1 or messages[0]["role"] != role:
             roles = [m["role"] for m in messages]
             raise ValueError(f"--prompt_format=text: expected a single {role} turn, found {roles}")
+        if role == "assistant" and not messages[0].get("trained", True):
+            raise Drop("no_target", "the only answer is marked as not to be trained")
         if messages[0].keys() & {"tool_calls", "reasoning"}:
             raise Drop("tools_need_template", "tool calls and reasoning need a chat template")
         return messages[0]["content"]

@@ -7,13 +7,15 @@ is wrong inside a conversation drops the row, with a reason to count and a detai
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Messages = list[dict[str, Any]]
 """role (system, developer, user, assistant, tool) and content (text); assistant turns may have
-`tool_calls` [{"type": "function", "function": {"name", "arguments"}}] and `reasoning`"""
+`tool_calls` [{"type": "function", "function": {"name", "arguments"}}], `reasoning`, and
+`trained` (False, or absent)"""
 Row = dict[str, Any]
 TrainOn = Literal["all_turns", "last_turn", "full"]
 
@@ -32,6 +34,8 @@ _ROLES = {
     "function_call": "function_call",
 }
 _EXPECTED = "a list of {role, content} messages"
+_TRAINED = ("weight", "train", "trainable", "trained")
+"""what datasets call a mark that is 0 or false on a turn that is not to be learned"""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -63,7 +67,7 @@ def detect_format(row: Row) -> str:
         ValueError: unknown columns.
     """
     # columnar files fill the columns of other rows' formats with null
-    for columns in ({name for name, value in row.items() if value is not None}, set(row)):
+    for columns in ({name for name, value in row.items() if not is_null(value)}, set(row)):
         for name in _FORMATS:
             if columns.issuperset(name.split("+")):
                 return name
@@ -77,8 +81,8 @@ def parse_row(row: Row, name: str) -> Example:
         Drop: something inside the conversation or the tools cannot be used.
         ValueError: a column of the wrong type.
     """
-    prompt, completion = _FORMATS[name](row)
-    return Example(prompt, completion, as_tools(row.get("tools")))
+    prompt, completion = _with_system(row, *_FORMATS[name](row))
+    return Example(prompt, completion, _tools(row))
 
 
 def parse_prompt(row: Row) -> tuple[str, str | Messages, list[dict[str, Any]]]:
@@ -86,14 +90,27 @@ def parse_prompt(row: Row) -> tuple[str, str | Messages, list[dict[str, Any]]]:
     if "prompt" not in row and not {"question", "answer"} <= set(row):
         raise ValueError(f"unknown format: columns {sorted(row)}; accepted: {RL_FORMATS}")
     key = "prompt" if "prompt" in row else "question"
-    prompt = "" if row[key] is None else text_or_messages(row[key], key)
-    return key, prompt, as_tools(row.get("tools"))
+    prompt = "" if is_null(row[key]) else text_or_messages(row[key], key)
+    if prompt and (system := _system(row)):
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        prompt = _prepend(system, prompt)
+    if not isinstance(prompt, str):
+        prompt = [{k: v for k, v in message.items() if k != "trained"} for message in prompt]
+    return key, prompt, _tools(row)
+
+
+def is_null(value: Any) -> bool:
+    """Whether a column is empty: null, or NaN or infinity, as pandas writes missing values."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def as_text(value: Any, column: str) -> str:
     """Text of a column; null is empty, numbers are written out."""
-    if value is None or isinstance(value, str):
-        return value or ""
+    if is_null(value):
+        return ""
+    if isinstance(value, str):
+        return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise ValueError(f"{column}: expected text, found {value!r:.200}")
@@ -113,13 +130,13 @@ def as_messages(value: Any, column: str) -> Messages:
 
     A `function_call` entry becomes the tool calls of the assistant turn right before it, if there
     is one: that is one turn when the model writes it. Null entries, which columnar files add to
-    all rows, are removed.
+    all rows, are removed, and so are system turns without text.
 
     Raises:
-        Drop: unknown role, content that is not text, broken tool calls.
+        Drop: unknown role, content that is not text, broken tool calls, a weight besides 0 and 1.
         ValueError: not a list of objects.
     """
-    if value is None:
+    if is_null(value):
         return []
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         raise ValueError(f"{column}: expected {_EXPECTED}, found {value!r:.200}")
@@ -128,8 +145,8 @@ def as_messages(value: Any, column: str) -> Messages:
         message = _message(raw, f"message {number}")
         if message.pop("is_call", False) and messages and messages[-1]["role"] == "assistant":
             calls = messages[-1].get("tool_calls", []) + message["tool_calls"]
-            messages[-1] = messages[-1] | {"tool_calls": calls}
-        else:
+            messages[-1] = message | messages[-1] | {"tool_calls": calls}
+        elif message["role"] not in ("system", "developer") or message["content"].strip():
             messages.append(message)
     return messages
 
@@ -141,9 +158,13 @@ def _message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if role is None:
         raise Drop("unknown_role", f"{where}: " + (f"role {name!r:.100}" if name else "no role"))
     content = message.pop("value", "") if "content" not in message else message["content"]
+    untrained = _untrained(message, where)
     if role == "function_call":
         calls = as_tool_calls(content, where)
-        return {"role": "assistant", "content": "", "tool_calls": calls, "is_call": True}
+        call = {"role": "assistant", "content": "", "tool_calls": calls, "is_call": True}
+        return call | untrained
+    if role == "assistant":
+        message |= untrained
     message |= {"role": role or name.lower(), "content": _content(content, role, where)}
     calls = message.pop("tool_calls", None) or message.pop("function_call", None)
     if calls:
@@ -154,6 +175,16 @@ def _message(raw: dict[str, Any], where: str) -> dict[str, Any]:
             raise Drop("not_text", f"{where}: reasoning must be text, found {thoughts[0]!r:.100}")
         message |= {"reasoning": thoughts[0]} if thoughts[0].strip() else {}
     return message
+
+
+def _untrained(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take the marks out of a message: {"trained": False} if one of them says so."""
+    marks = {key: message.pop(key) for key in _TRAINED if key in message}
+    marks = {key: mark for key, mark in marks.items() if not is_null(mark)}
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float) or mark not in (0, 1):
+            raise Drop("bad_weight", f"{where}: {key} must be 0 or 1, found {mark!r:.100}")
+    return {} if all(marks.values()) else {"trained": False}
 
 
 def _content(content: Any, role: str, where: str) -> str:
@@ -199,13 +230,15 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
     Raises:
         Drop: not JSON, or a tool without a name.
     """
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if is_null(value) or (isinstance(value, str) and not value.strip()):
         return []
     # nulls in JSON text were written there; elsewhere a columnar file has put them in
     value = _loads(without_nulls(value), "bad_tools", "tools")
     tools: list[dict[str, Any]] = []
     for tool in value if isinstance(value, list) else [value]:
         tool = _loads(tool, "bad_tools", "tools")
+        if tool is None or tool == {}:
+            continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             function = tool["function"]
         else:
@@ -216,6 +249,10 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
             raise Drop("bad_tools", f"a tool without a name: {tool!r:.100}")
         tools.append({"type": "function", "function": function})
     return tools
+
+
+def _tools(row: Row) -> list[dict[str, Any]]:
+    return as_tools(row.get("tools")) or as_tools(row.get("functions"))  # OpenAI's older name
 
 
 def _loads(value: Any, reason: str, where: str) -> Any:
@@ -239,16 +276,39 @@ def without_nulls(value: Any) -> Any:
 Pair = tuple[str | Messages, str | Messages]
 
 
-def _conversation(row: Row, column: str) -> Messages:
-    messages = as_messages(row[column], column)
+def _system(row: Row) -> str:
     system = as_text(row.get("system"), "system")
-    if not system:
-        return messages
+    return system if system.strip() else ""
+
+
+def _prepend(system: str, messages: Messages) -> Messages:
     if messages and messages[0]["role"] in ("system", "developer"):
         if messages[0]["content"] != system:
             raise Drop("two_system_prompts", "the column `system` and a system turn differ")
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def _with_system(row: Row, prompt: str | Messages, completion: str | Messages) -> Pair:
+    """The pair as a chat that begins with the column `system`, if there is one."""
+    system = _system(row)
+    if not system or not completion:
+        return prompt, completion
+    if isinstance(completion, str) and (prompt == [] or not completion.strip()):
+        return prompt, completion  # text that is all in one column is complete
+    if isinstance(prompt, str):
+        has_turn = prompt or isinstance(completion, str)
+        prompt = [{"role": "user", "content": prompt}] if has_turn else []
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if prompt:
+        return _prepend(system, prompt), completion
+    return prompt, _prepend(system, completion)
+
+
+def _conversation(row: Row, column: str) -> Messages:
+    messages, system = as_messages(row[column], column), _system(row)
+    return _prepend(system, messages) if system else messages
 
 
 def _messages(row: Row) -> Pair:
@@ -261,7 +321,7 @@ def _conversations(row: Row) -> Pair:
 
 def _prompt_completion(row: Row) -> Pair:
     prompt, completion = (
-        "" if row[name] is None else text_or_messages(row[name], name)
+        "" if is_null(row[name]) else text_or_messages(row[name], name)
         for name in ("prompt", "completion")
     )
     if prompt and completion and isinstance(prompt, str) != isinstance(completion, str):
@@ -276,21 +336,21 @@ def _question_answer(row: Row) -> Pair:
 
 
 def _text(row: Row) -> Pair:
-    return [], "" if row["text"] is None else text_or_messages(row["text"], "text")
+    return [], "" if is_null(row["text"]) else text_or_messages(row["text"], "text")
 
 
 def _instruction(row: Row) -> Pair:
     names = ("instruction", "input", "output")
     instruction, extra, output = (as_text(row.get(name), name) for name in names)
     prompt = "\n\n".join(part for part in (instruction, extra) if part)
-    system, history = as_text(row.get("system"), "system"), row.get("history") or []
+    history = [] if is_null(row.get("history")) else row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise ValueError(f"history: expected a list of [user, assistant], found {history!r:.200}")
-    if not system and not history:
+    if not history:
         return prompt, output
-    messages: Messages = [{"role": "system", "content": system}] if system else []
+    messages: Messages = []
     for pair in history:
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": as_text(text, "history")})
@@ -326,7 +386,7 @@ def _conversations_chosen(row: Row) -> Pair:
 
 
 def _prompt_chosen(row: Row) -> Pair:
-    prompt = "" if row["prompt"] is None else text_or_messages(row["prompt"], "prompt")
+    prompt = "" if is_null(row["prompt"]) else text_or_messages(row["prompt"], "prompt")
     return _chosen_after(prompt, row["chosen"])
 
 

@@ -5,9 +5,19 @@ import random
 
 import pytest
 from tiny import CHAT_TEMPLATE, SPECIAL, make_tokenizer
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from common.chat import ChatTemplate, stop_token_ids
-from common.formats import Drop, as_messages, as_tools
+from common.formats import (
+    Drop,
+    Example,
+    as_messages,
+    as_tools,
+    detect_format,
+    parse_prompt,
+    parse_row,
+)
 
 CUE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 # the default system prompt is part of the template, tools and calls are written in its own way
@@ -145,16 +155,17 @@ def test_each_turn_is_trained_once_as_it_would_be_sampled(name):
         " é",
         "日本",
         "he",
-        "<think>\nso\n</think>\n\n",
         "  x",
         "<im",
     ]
+    thoughts = "<think>\nso\n</think>\n\n"  # elsewhere than in front Qwen3 loses text
     generator = random.Random(0)
     for _ in range(60):  # more rows than the encoder compares with the plain way by itself
         messages = [{"role": "system", "content": "be brief"}] * generator.randint(0, 1)
         for _ in range(generator.randint(1, 4)):
             for role in ("user", "assistant"):
                 text = "a" + "".join(generator.choices(pieces, k=generator.randint(0, 6)))
+                text = thoughts * generator.randint(0, 1) + text
                 messages.append({"role": role, "content": text})
         expected = []
         for i, message in enumerate(messages):
@@ -328,7 +339,7 @@ def test_special_tokens_spelled_in_text_are_not_control_tokens(token):
             r"template_prefix: the turn's prompt ends '.*Assistant\\n', the template writes "
             r"'.*assistant\\nParis",
         ),
-        ("{{ raise_exception('never') }}<|im_end|>", "learn to stop"),
+        ("{{ raise_exception('never') }}<|im_end|>", "the chat template says: never"),
     ],
 )
 def test_templates_that_cannot_be_trained_on_are_refused(template, message):
@@ -339,3 +350,260 @@ def test_templates_that_cannot_be_trained_on_are_refused(template, message):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_known_templates_pass_the_check(name):
     make_template(name).check()
+
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Rome", "days": 2, "wet": True}}}
+TWO_CALLS = {"tool_calls": [CALL, CALL]}
+# what is said beside calls becomes a block of its own
+TWO_BLOCKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}{% if m.content %}<|im_end|>\n<|im_start|>assistant\n{% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}" + CUE
+)
+
+
+def test_a_stop_token_inside_a_turn_drops_the_row():
+    """The target ended at the first stop token and the rest of the turn was masked silently."""
+    reason = "stop_token_inside_turn"
+    found = drop(TWO_BLOCKS, [USER, ANSWER | {"tool_calls": [CALL]}])
+    assert found[0] == reason and "weather" in found[1]
+    assert len(shown(make_template(TWO_BLOCKS), [USER, ANSWER | {"content": "", **TWO_CALLS}])) == 1
+    completed = CHAT_TEMPLATE.replace("<|im_end|>", "><|im_end|>")
+    assert drop(completed, [USER, {"role": "assistant", "content": "x<|im_end|"}])[0] == reason
+    named = CHAT_TEMPLATE.replace("<|im_end|>", "{{ m.name }}<|im_end|>")
+    assert drop(named, [USER, ANSWER | {"name": "<|im_end|>"}])[0] == "special_token_in_text"
+    # a stop id that is an ordinary word
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer, stop_ids=tokenizer("hello")["input_ids"][1:])
+    with pytest.raises(Drop, match=reason):
+        sampled(template, [USER, ANSWER | {"content": "oh hello there"}])
+    assert len(sampled(template, [USER, ANSWER])) == 1
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "content"),
+    [("Lowercase", "b<|IM_END|>c"), ("Lowercase", "b<|IM_END|>"), ("NFKC", "b＜|im_end|＞")],
+)
+def test_special_tokens_that_the_tokenizer_makes_of_text_drop_the_row(normalizer, content):
+    """The text does not spell them, so they ended the target like the template's own."""
+    tokenizer = make_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["normalizer"] = {"type": normalizer}
+    for token in state["added_tokens"]:
+        token["normalized"] = True
+    normalizing = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        eos_token="<eos>",
+        bos_token="<bos>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    with pytest.raises(Drop, match="stop_token_inside_turn"):
+        sampled(ChatTemplate(normalizing), [USER, ANSWER | {"content": content}])
+    assert shown(ChatTemplate(normalizing), [USER, ANSWER])[0][1] == "yes<|im_end|>"
+
+
+def test_words_of_the_template_after_every_turn_are_no_reason_to_drop():
+    template = CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>\n{{ '---' }}<eos>\n")
+    first, second = shown(make_template(template), [USER, ANSWER] * 2)
+    assert first[1] == second[1] == "yes<|im_end|>"
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "full"])
+@pytest.mark.parametrize(
+    ("written", "answer", "lost"),
+    [
+        # only the text after the last </think> was compared
+        ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>so</think>yes"}, "so"),
+        # the template shows it only without tools
+        ("{{ m.content }}{{ m.reasoning_content if not m.name }}", {"name": "a"}, "hm"),
+        # only the names of calls were compared, and not how often
+        (
+            "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+            "{% endif %}",
+            TWO_CALLS,
+            "",
+        ),
+        (
+            "{{ m.content }}{% for c in m.tool_calls or [] %}"
+            "{{ c.function.name ~ c.function.arguments.city ~ c.function.arguments.zqKey }}"
+            "{% endfor %}",
+            {"tool_calls": [CALL]},
+            "",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_trained_turn_drops_the_row(
+    written, answer, lost, train_on
+):
+    """Thoughts, arguments and repeated calls went missing from the targets without a word."""
+    template = CHAT_TEMPLATE.replace("{{ m['content'] }}", written)
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "hm"} | answer
+    if "reasoning_content" not in written:
+        del answer["reasoning_content"]
+    reason, detail = drop(template, [USER, answer], train_on=train_on)
+    assert reason == "template_loses_text" and lost in detail
+
+
+def test_arguments_are_found_in_every_way_to_write_them():
+    arguments = {"q": 'say "é", it\'s\n\\', "n": 1e-05, "b": True, "deep": [{"x": [None, "", -3]}]}
+    calls = [{"function": {"name": "f", "arguments": arguments}}] * 2
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    python = CHAT_TEMPLATE.replace(
+        "<|im_end|>",
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %}<{{ k }}>"
+        "{{ v if v is string else v | tojson }}{% endfor %}{% endfor %}<|im_end|>",
+    )
+    quoted = python.replace("v | tojson", "v").replace(
+        "v if v is string",
+        "v | replace('\\\\', '\\\\\\\\') | replace(\"'\", \"\\\\'\") | replace('\\n', '\\\\n')"
+        " if v is string",
+    )
+    as_text = QWEN25.replace("call.arguments | tojson", "call.arguments")
+    for template in (QWEN25, QWEN3, CHAT_TEMPLATE, as_text, python, quoted):
+        assert len(shown(make_template(template), chat)) == 1
+
+
+def test_short_texts_of_the_context_are_missed_too():
+    """A short system prompt was found by chance in other words; tool results were not compared."""
+    no_system = CHAT_TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
+    template = make_template(no_system)
+    for system in ("a", "user"):
+        for train_on in ("all_turns", "full"):
+            with pytest.raises(Drop, match="template_loses_text"):
+                sampled(template, [{"role": "system", "content": system}, USER, ANSWER])
+            with pytest.raises(Drop, match="template_loses_text"):
+                chat = [USER, ANSWER, {"role": "system", "content": system}, USER, ANSWER]
+                sampled(template, chat, train_on=train_on)
+    named = CHAT_TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m.content if m.role != 'tool' or m.name }}"
+    )
+    result = {"role": "tool", "content": "31"}
+    assert drop(named, [USER, ANSWER, result, ANSWER])[0] == "template_loses_text"
+    assert len(shown(make_template(named), [USER, ANSWER, result | {"name": "f"}, ANSWER])) == 2
+    # escaped, and once more later on
+    quoted = {"role": "tool", "content": 'a "b"'}
+    chat = [*TOOL_CHAT[:2], quoted, ANSWER, USER | {"content": 'a "b"?'}, ANSWER]
+    assert len(shown(make_template("llama3.1"), chat)) == 3
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"trainable": False}])
+def test_turns_that_are_marked_are_not_trained(mark):
+    """OpenAI's weight 0 and its like were ignored: bad answers were trained."""
+    bad = {"role": "assistant", "content": "bad"} | mark
+    template = make_template("chatml")
+    ((prompt, target),) = shown(template, [USER, bad, USER, ANSWER | {"weight": 1}])
+    assert "bad<|im_end|>" in prompt and target == "yes<|im_end|>"
+    ((_, target),) = shown(template, [USER, ANSWER, USER, bad], train_on="last_turn")
+    assert target == "yes<|im_end|>"
+    assert drop("chatml", [USER, bad])[0] == "no_target"
+    assert drop("chatml", [USER, bad], train_on="full")[0] == "untrained_turn_in_full"
+    assert len(shown(template, [USER, ANSWER | {next(iter(mark)): None}])) == 1
+    for weight in (0.5, "0", -1, [1]):
+        assert drop("chatml", [USER, ANSWER | {"weight": weight}])[0] == "bad_weight"
+    told = template.sequences(as_messages([USER, bad, USER, ANSWER], "m"), [], num_context=2)
+    assert len(told) == 1
+    called = {"from": "function_call", "value": '{"name": "f"}'} | mark
+    assert as_messages([USER, ANSWER, called], "m")[1]["trained"] is False
+    assert parse_prompt({"prompt": [USER, bad]})[1][1] == {"role": "assistant", "content": "bad"}
+
+
+@pytest.mark.parametrize("null", [None, float("nan"), float("inf")])
+def test_missing_values_of_pandas_are_null(null):
+    """NaN was trained as the word."""
+    row = {"instruction": "add", "input": null, "output": "x", "history": null, "tools": null}
+    assert parse_row(row, "instruction+output").prompt == "add"
+    assert parse_row({"question": "a", "answer": null}, "question+answer").completion == ""
+    assert parse_row({"messages": null}, "messages").completion == []
+    assert detect_format({"messages": null, "prompt": "a", "completion": "b"}) == (
+        "prompt+completion"
+    )
+    assert parse_prompt({"prompt": null})[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "roles"),
+    [
+        ({"prompt": "a", "completion": "b"}, "sua"),
+        ({"prompt": "", "completion": "b"}, "sua"),  # dropped later: empty_turn
+        ({"prompt": "", "completion": [USER, ANSWER]}, "sua"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "sua"),
+        ({"prompt": "a", "chosen": "b"}, "sua"),
+        ({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER]}, "sua"),
+        ({"question": "a", "answer": "b"}, "sua"),
+        ({"instruction": "a", "output": "b"}, "sua"),
+        ({"text": [USER, ANSWER]}, "sua"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, USER]}, "sua"),
+        ({"conversations": [USER], "chosen": ANSWER}, "sua"),
+        ({"messages": [{"role": "system", "content": "S"}, USER, ANSWER]}, "sua"),
+    ],
+)
+def test_the_system_column_counts_in_every_format(row, roles):
+    """It was ignored beside prompt, question and chosen."""
+    row = row | {"system": "S"}
+    example = parse_row(row, detect_format(row))
+    assert not isinstance(example.prompt, str) and not isinstance(example.completion, str)
+    turns = [*example.prompt, *example.completion]
+    assert "".join(turn["role"][0] for turn in turns) == roles
+    assert turns[0]["content"] == "S" and example.completion[-1]["role"] == "assistant"
+    if row.get("prompt") or "question" in row:
+        asked = parse_prompt(row)[1]
+        assert not isinstance(asked, str) and asked[0] == {"role": "system", "content": "S"}
+
+
+def test_the_system_column_has_no_place_in_whole_texts():
+    assert parse_row({"text": "a", "system": "S"}, "text").completion == "a"
+    assert parse_row({"question": "a", "answer": "b", "system": " "}, "question+answer") == (
+        Example("a", "b")
+    )
+
+
+def test_functions_are_tools_and_empty_ones_are_none():
+    """OpenAI's older column was ignored; "null" and the like dropped the row."""
+    row = {"messages": [USER, ANSWER], "functions": [TOOL]}
+    expected = [{"type": "function", "function": TOOL}]
+    for tools in (None, "null", "[]", "{}", {}, [], [None], [{}], [{"name": None}]):
+        assert as_tools(tools) == []
+        assert parse_row(row | {"tools": tools}, "messages").tools == expected
+    assert parse_row(row | {"tools": [{"name": "f"}]}, "messages").tools != expected
+
+
+def test_system_turns_without_text_are_none():
+    """They replaced the template's default system prompt, and kept --system_prompt away."""
+    for content in (None, "", " \n"):
+        chat = [{"role": "system", "content": content}, USER, ANSWER]
+        assert as_messages(chat, "m") == [USER, ANSWER]
+        assert "You are helpful." in shown(make_template("qwen2.5"), chat)[0][0]
+
+
+def test_the_terminator_is_looked_up_as_the_template_is_used():
+    """Templates that need their arguments, or break, were said to write no special token."""
+    needs = "{% if not mode %}{{ raise_exception('which mode?') }}{% endif %}" + CHAT_TEMPLATE
+    make_template(needs, mode="x").check()
+    with pytest.raises(ValueError, match="the chat template says: which mode"):
+        make_template(needs).check()
+    with pytest.raises(ValueError, match="the chat template says: TypeError"):
+        make_template("{{ 1 + 'a' }}" + CHAT_TEMPLATE).check()
+    with pytest.raises(ValueError, match="rag, tool_use, but no default"):
+        ChatTemplate(make_tokenizer(chat_template={"tool_use": CHAT_TEMPLATE, "rag": ""}))
+
+
+def test_tool_results_name_their_calls():
+    """Mistral's results need the ids of their calls; without them they became user turns."""
+    template = MISTRAL.replace(
+        "[TOOL_RESULTS] ",
+        "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+        "{{ raise_exception('results need ids') }}{% endif %}[TOOL_RESULTS] {{ m.tool_call_id }} ",
+    ).replace("{{ call.function", "{{ call.id }} {{ call.function")
+    call, result = TOOL_CHAT[1], TOOL_CHAT[2]
+    twice = call | {"tool_calls": call["tool_calls"] * 2}
+    chat = [USER, call, result, twice, result, result, ANSWER]
+    *_, (prompt, _) = shown(make_template(template), chat)
+    assert prompt.count("[TOOL_RESULTS]") == 3
+    for number in (1, 2, 3):
+        assert prompt.count(f"call0000{number}") == 2
+    named = call | {"tool_calls": [call["tool_calls"][0] | {"id": f"given{i:04d}"} for i in (1, 2)]}
+    chat = [USER, named, result | {"tool_call_id": "given0002"}, result, ANSWER]
+    assert "[TOOL_RESULTS] given0001" in shown(make_template(template), chat)[-1][0]

@@ -887,3 +887,10 @@ def test_every_dataset_name_has_its_own_line(tmp_path):
     text = str(load([*one, *two], make_tokenizer())[1])
     assert f"{one[0]}: 3 rows -> 3 sequences, 0 dropped" in text
     assert f"{two[0]}: 3 rows -> 1 sequences, 2 dropped" in text
+
+
+def test_answers_marked_as_not_trained_are_not_trained_as_plain_text_either(tmp_path):
+    answer = {"role": "assistant", "content": "hello", "weight": 0}
+    rows = [{"messages": [USER, answer]}, {"messages": CHAT}]
+    kept, report = load(write(tmp_path / "a.jsonl", rows), prompt_format="text")
+    assert len(kept) == 1 and report.dropped == {"no_target": 1}
