@@ -142,7 +142,7 @@ class ChatTemplate:
         self._special = re.compile("|".join(re.escape(t) for t in sorted(special)) or r"(?!)")
         self._tails: set[tuple[int, ...]] = set()
         """what the template is known to write after a turn's stop token"""
-        self._losses: dict[int, set[int]] = {}
+        self._losses: dict[tuple[Any, ...], set[int]] = {}
         """shape of a conversation -> messages that the template does not write"""
 
     def render(
@@ -338,7 +338,7 @@ class ChatTemplate:
 
     def _lost(self, messages: Messages, tools: Tools) -> set[int]:
         """Messages of the context that go missing in a conversation of this shape."""
-        shape = hash((bool(tools), *((m["role"], bool(m["content"]), *m) for m in messages)))
+        shape = (bool(tools), *((m["role"], bool(m["content"]), *m) for m in messages))
         if shape not in self._losses:
             marks = {
                 i: f"zq{i}zq"
