@@ -183,6 +183,13 @@ class Args:
         return self.warmup_steps
 
     @property
+    def lora(self) -> LoraSettings | None:
+        """adapters to train, or None for all weights"""
+        if self.lora_rank is None:
+            return None
+        return LoraSettings(self.lora_rank, self.lora_alpha, self.lora_target)
+
+    @property
     def template_args(self) -> Any:
         """--chat_template_args, parsed; None if it is no JSON"""
         try:
@@ -209,8 +216,9 @@ class Args:
                 f"--adam_beta1={self.adam_beta1} and --adam_beta2={self.adam_beta2} "
                 "must be in [0, 1)"
             )
-        if self.seed >= 2**32 or self.timeout_s > 1e9:
-            raise ValueError(f"--seed={self.seed} or --timeout_s={self.timeout_s} is too large")
+        for name, limit in (("seed", 2**32), ("timeout_s", 1e9)):
+            if getattr(self, name) >= limit:
+                raise ValueError(f"--{name}={getattr(self, name)} must be below {limit:.0f}")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise ValueError(f"--warmup_steps={self.warmup_steps} must not be negative")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
@@ -234,10 +242,7 @@ class Args:
             )
         if self.lora_target and self.lora_rank is None:
             raise ValueError(f"--lora_target={self.lora_target} needs --lora_rank")
-        if self.lora_rank is not None and (self.lora_rank < 1 or self.lora_alpha < 1):
-            raise ValueError(
-                f"--lora_rank={self.lora_rank} and --lora_alpha={self.lora_alpha} must be positive"
-            )
+        _ = self.lora  # checks rank and alpha
         # -- end shared --
         if self.num_epochs is not None and not 0 < self.num_epochs < math.inf:
             raise ValueError(f"--num_epochs={self.num_epochs} must be positive and finite")
@@ -257,8 +262,8 @@ def lr_factor(
     total_steps: int,
     warmup_steps: int,
     schedule: str,
-    decay_ratio: float = 0.1,
-    min_ratio: float = 0.0,
+    decay_ratio: float,
+    min_ratio: float,
 ) -> float:
     """Learning rate of optimizer step `step` (from 0), as a share of the peak.
 
@@ -293,7 +298,7 @@ def epoch_order(
     so that its rows are used equally often, give or take one.
 
     Raises:
-        ValueError: a weight is too small for a single row per epoch.
+        ValueError: a weight is too small for a single row per epoch, or a dataset is empty.
     """
     total = sum(sizes)
     rows = np.arange(total)
@@ -301,10 +306,10 @@ def epoch_order(
         shares = np.array(weights) / max(weights)
         ends = np.rint(np.cumsum(shares) / shares.sum() * total).astype(int)
         counts = np.diff(ends, prepend=0)
-        if not counts.all():
+        if not counts.all() or 0 in sizes:
             raise ValueError(
-                f"--dataset_weights={weights}: of {total} rows an epoch, the datasets give "
-                f"{counts.tolist()}"
+                f"--dataset_weights={weights}: of {total} rows an epoch, datasets of "
+                f"{list(sizes)} rows give {counts.tolist()}"
             )
         parts: list[np.ndarray] = []
         for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -463,9 +468,7 @@ def main(args: Args) -> None:
         activation_checkpointing=args.activation_checkpointing,
         cpu_offload=args.cpu_offload,
         compile=args.compile,
-        lora=None
-        if args.lora_rank is None
-        else LoraSettings(args.lora_rank, args.lora_alpha, args.lora_target),
+        lora=args.lora,
         seed=args.seed,
     )
     context = getattr(model.config, "max_position_embeddings", None)
@@ -491,7 +494,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -76,9 +77,7 @@ def save_arrays(folder: Path, arrays: Arrays, report: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    for leftover in folder.parent.glob(".*.*/"):  # of runs that were killed while writing
-        if time.time() - leftover.stat().st_mtime > 86400:
-            shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(folder.parent)
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
@@ -98,6 +97,17 @@ def save_arrays(folder: Path, arrays: Arrays, report: dict[str, Any]) -> None:
             os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(cache_dir: Path) -> None:
+    """Delete what runs that were killed while writing have left, once it is a day old.
+
+    By our own pattern of names alone: the user may have other things in this folder.
+    """
+    for leftover in cache_dir.glob(".*/"):
+        ours = re.fullmatch(r"\.[0-9a-f]{32}\.[0-9a-f]{32}", leftover.name)
+        if ours and time.time() - leftover.stat().st_mtime > 86400:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def share_arrays(arrays: Arrays, folder: Path | None) -> Arrays:

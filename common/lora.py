@@ -34,6 +34,12 @@ class LoraSettings:
     target: tuple[str, ...] = ()
     """last parts of module names, such as q_proj; empty: every linear layer of the decoder"""
 
+    def __post_init__(self) -> None:
+        """Refuse what no model could take; names the flag."""
+        for flag, value in (("lora_rank", self.rank), ("lora_alpha", self.alpha)):
+            if value < 1:
+                raise ValueError(f"--{flag}={value} must be at least 1")
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -71,11 +77,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     The adapters' parameters are float32 whatever the base has.
 
     Raises:
-        ValueError: rank, alpha or target do not fit the model; names the flag.
+        ValueError: the target does not fit the model; names the flag.
     """
-    for flag, value in (("lora_rank", settings.rank), ("lora_alpha", settings.alpha)):
-        if value < 1:
-            raise ValueError(f"--{flag}={value} must be at least 1")
     target = _check_target(model, settings.target)
     config = LoraConfig(
         r=settings.rank,

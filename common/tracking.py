@@ -81,7 +81,7 @@ class Tracker:
         self._total_steps = total_steps
         settings = {**settings, "git_sha": _git_sha(Path(source).parent)}
         # Nothing of an overwritten run may look like a result of this one.
-        for stale in ("rollouts", "final"):
+        for stale in ("rollouts", "final", "adapter"):
             shutil.rmtree(output_dir / stale, ignore_errors=True)
         (output_dir / "args.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
         self._file = (output_dir / "metrics.jsonl").open("w", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import re
 import subprocess
 
@@ -894,3 +895,15 @@ def test_answers_marked_as_not_trained_are_not_trained_as_plain_text_either(tmp_
     rows = [{"messages": [USER, answer]}, {"messages": CHAT}]
     kept, report = load(write(tmp_path / "a.jsonl", rows), prompt_format="text")
     assert len(kept) == 1 and report.dropped == {"no_target": 1}
+
+
+def test_writing_the_cache_deletes_nothing_of_the_users(tmp_path):
+    """Leftovers of killed runs went by ".*.*": also hidden folders of others, if old enough."""
+    leftover = f".{'a' * 32}.{'b' * 32}"
+    for name in (leftover, ".config.d", ".git.backup", f".{'a' * 32}.mine"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / f".{'c' * 32}.{'d' * 32}").mkdir()  # of a run that is writing now
+    cache.save_arrays(tmp_path / ("0" * 32), {"x": np.zeros(3)}, {})
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert leftover not in left and len(left) == 5

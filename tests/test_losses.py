@@ -117,19 +117,17 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
         assert grpo.pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
+PLAN = {"total_steps": 20, "warmup_steps": 4, "decay_ratio": 0.1, "min_ratio": 0.0}
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 def test_schedule_warms_up_and_ends_where_it_should(schedule: str) -> None:
     """P20: one tick per optimizer step; the last planned step is the last of the decay."""
-    factors = [
-        grpo.lr_factor(step, total_steps=20, warmup_steps=4, schedule=schedule)
-        for step in range(21)
-    ]
+    factors = [grpo.lr_factor(step, schedule=schedule, **PLAN) for step in range(21)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[20] == pytest.approx(1.0 if schedule == "constant" else 0.0)
     assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
-    assert factors == [
-        sft.lr_factor(step, total_steps=20, warmup_steps=4, schedule=schedule) for step in range(21)
-    ]
+    assert factors == [sft.lr_factor(step, schedule=schedule, **PLAN) for step in range(21)]
 
 
 def test_batches_visit_every_row_once_per_epoch() -> None:
@@ -171,22 +169,24 @@ def test_mixtures_keep_their_shares_and_visit_rows_evenly() -> None:
     assert scaled[:194] == first
     with pytest.raises(ValueError, match="--dataset_weights"):
         sft.batch_indices(1, sizes=sizes, weights=(1.0, 1.0, 1e-6), rows_per_step=2, seed=3)
+    with pytest.raises(ValueError, match=r"--dataset_weights.*\[50, 0\]"):  # all its rows dropped
+        sft.batch_indices(1, sizes=(50, 0), weights=(1.0, 1.0), rows_per_step=2, seed=3)
 
 
 def test_wsd_holds_then_decays_and_schedules_end_at_their_floor() -> None:
     factors = [
-        sft.lr_factor(step, total_steps=40, warmup_steps=4, schedule="wsd", decay_ratio=0.25)
+        sft.lr_factor(step, schedule="wsd", **PLAN | {"total_steps": 40, "decay_ratio": 0.25})
         for step in range(41)
     ]
     assert factors[4:31] == [1.0] * 27
     assert factors[30:41] == pytest.approx([1 - i / 10 for i in range(11)])
     for schedule in ("linear", "cosine", "wsd"):
-        settings = {"total_steps": 40, "warmup_steps": 4, "schedule": schedule, "min_ratio": 0.1}
+        settings = PLAN | {"total_steps": 40, "schedule": schedule, "min_ratio": 0.1}
         assert sft.lr_factor(40, **settings) == pytest.approx(0.1)
         assert sft.lr_factor(400, **settings) == pytest.approx(0.1)
         assert sft.lr_factor(4, **settings) == 1.0
     # a decay longer than what the warm-up leaves starts where the warm-up ends
-    assert sft.lr_factor(5, total_steps=6, warmup_steps=4, schedule="wsd", decay_ratio=1.0) == 0.5
+    assert sft.lr_factor(5, schedule="wsd", **PLAN | {"total_steps": 6, "decay_ratio": 1.0}) == 0.5
 
 
 def test_warmup_is_in_steps_or_a_ratio() -> None:

@@ -42,6 +42,14 @@ def test_every_step_is_a_json_line_and_nan_is_null(
     assert 15 < len(printed) < 30  # a line per step would bury everything else
 
 
+def test_nothing_of_an_overwritten_run_is_left(tmp_path: Path) -> None:
+    """Adapters of an earlier LoRA run lay beside the new model as if they were its own."""
+    for folder in ("rollouts", "final", "adapter"):
+        (tmp_path / folder).mkdir()
+    make(tmp_path).finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "metrics.jsonl"]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     """P69: all ranks wrote the same files."""
     tracker = make(tmp_path, enabled=False)
