@@ -42,6 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.data import PromptRow, load_prompts, stop_token_ids
 from common.dist import all_gather_objects, parse_args, print0, setup, shutdown
 from common.engine import Engine, build_engine
+from common.formats import as_tools
 from common.logprobs import compute_logprobs
 from common.lora import LoraSettings, adapters_off
 from common.model import (
@@ -53,7 +54,15 @@ from common.model import (
     load_tokenizer,
 )
 from common.packing import PackedRow, pack, plan_microbatches
-from common.rewards import RewardScorer, validate_golds
+from common.rewards import (
+    MODEL,
+    RewardScorer,
+    combine_rewards,
+    reward_labels,
+    reward_weights,
+    validate_golds,
+)
+from common.scoring import RewardModel
 from common.tracking import Tracker, prepare_output_dir
 from common.weight_sync import WeightSync, stream_full_tensors
 
@@ -118,11 +127,13 @@ class Args:
     max_response_tokens: int = 512
     """sampling stops here; such responses count as truncated"""
 
+    # -- shared: reward args --
     # rewards
     rewards: tuple[str, ...] = ()
-    """math, exact, or path/to/file.py:function; several are added up"""
+    """math, exact, path/to/file.py:function, or model:PATH (a reward model, kept sharded over the
+    ranks beside the others); several are added up"""
     reward_weights: tuple[float, ...] | None = None
-    """one factor per reward; all 1 by default"""
+    """one factor per reward, in their order; all 1 by default"""
     reward_timeout_s: float = 30.0
     """seconds for one call: of a function that takes a batch, or of one sample; a late batch is
     tried again sample by sample; what is late then stays unscored, and the worker is restarted"""
@@ -130,7 +141,9 @@ class Args:
     """worker processes per rank"""
     max_reward_failures: float = 0.5
     """stop when a larger share of a step's samples raised or timed out (a returned None is fine)"""
+    # -- end shared --
 
+    # -- shared: engine args --
     # engine
     engine: Literal["vllm", "transformers"] = "vllm"
     """transformers: slower, for machines that vLLM does not support"""
@@ -146,6 +159,7 @@ class Args:
     """CPU only: KV cache in GiB (per rank); sequences that do not fit wait"""
     sync_bucket_mb: int = 256
     """MiB of weights gathered at a time when the engine is updated (per rank)"""
+    # -- end shared --
 
     # optimization
     prompts_per_step: int = 32
@@ -270,17 +284,12 @@ class Args:
         """Refuse what cannot work before anything expensive starts."""
         for name in (
             *("num_steps", "max_prompt_tokens", "max_response_tokens", "prompts_per_step"),
-            *("num_minibatches", "update_epochs", "replicas", "reward_workers", "timeout_s"),
-            *("engine_tensor_parallel", "engine_max_sequences", "eval_every_steps"),
-            *("eval_samples_per_prompt", "temperature", "max_grad_norm", "reward_timeout_s"),
-            *("engine_kv_cache_gb", "sync_bucket_mb"),
+            *("num_minibatches", "update_epochs", "replicas", "timeout_s", "eval_every_steps"),
+            *("eval_samples_per_prompt", "temperature", "max_grad_norm"),
         ):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)} must be positive and finite")
-        for name in (
-            *("learning_rate", "weight_decay", "kl_coef", "seed"),
-            *("eval_temperature", "max_reward_failures"),
-        ):
+        for name in ("learning_rate", "weight_decay", "kl_coef", "seed", "eval_temperature"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)} must be finite and not negative")
         # -- shared: optimizer check --
@@ -298,11 +307,29 @@ class Args:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name}={getattr(self, name)} must be in [0, 1]")
         # -- end shared --
-        if not (0 < self.engine_gpu_memory <= 1 and 0 < self.eval_top_p <= 1):
+        # -- shared: reward and engine check --
+        for name in (
+            *("reward_timeout_s", "reward_workers", "engine_tensor_parallel"),
+            *("engine_max_sequences", "engine_kv_cache_gb", "sync_bucket_mb"),
+        ):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name}={getattr(self, name)} must be positive and finite")
+        if not 0 <= self.max_reward_failures < math.inf:
             raise ValueError(
-                f"--engine_gpu_memory={self.engine_gpu_memory} and --eval_top_p={self.eval_top_p} "
-                "must be in (0, 1]"
+                f"--max_reward_failures={self.max_reward_failures} must be finite and not negative"
             )
+        if not 0 < self.engine_gpu_memory <= 1:
+            raise ValueError(f"--engine_gpu_memory={self.engine_gpu_memory} must be in (0, 1]")
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if world_size % self.engine_tensor_parallel:
+            raise ValueError(
+                f"--engine_tensor_parallel={self.engine_tensor_parallel} must divide the number "
+                f"of ranks, {world_size}"
+            )
+        _ = reward_weights(self.rewards, self.reward_weights)  # checks both
+        # -- end shared --
+        if not 0 < self.eval_top_p <= 1:
+            raise ValueError(f"--eval_top_p={self.eval_top_p} must be in (0, 1]")
         if self.eval_max_prompts is not None and self.eval_max_prompts < 1:
             raise ValueError(
                 f"--eval_max_prompts={self.eval_max_prompts} must be positive, or None"
@@ -354,12 +381,6 @@ class Args:
             raise ValueError(
                 f"--eval_samples_per_prompt={self.eval_samples_per_prompt} greedy samples would be "
                 "the same; set --eval_temperature"
-            )
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if world_size % self.engine_tensor_parallel:
-            raise ValueError(
-                f"--engine_tensor_parallel={self.engine_tensor_parallel} must divide the number "
-                f"of ranks, {world_size}"
             )
 
 
@@ -539,6 +560,7 @@ def batch_indices(
 # -- end shared --
 
 
+# -- shared: rollout --
 def request_seed(*stream: int) -> int:
     """Seed of one sampling request, from (run seed, purpose, step, prompt, sample)."""
     return int(np.random.SeedSequence(stream).generate_state(1, np.uint32)[0])
@@ -553,10 +575,11 @@ class Rollouts:
     rollout_logprobs: list[list[float]]  # S lists, from the engine at sampling time
     truncated: Tensor  # (S,) bool
     scores: Tensor  # (S,) f64, NaN where there is none
-    components: dict[str, Tensor]  # the single rewards, (S,) f64 each
+    components: dict[str, Tensor]  # the single rewards by their labels, (S,) f64 each
     responses: list[str]
     exceptions: int
     timeouts: int
+    refused: int  # (sample, reward model) pairs without a score
     rollout_s: float
     reward_s: float
 
@@ -591,6 +614,7 @@ def rollout(
     rows: list[PromptRow],
     engine: Engine,
     scorer: RewardScorer,
+    reward_models: dict[str, RewardModel],
     tokenizer: PreTrainedTokenizerBase,
     *,
     stream: tuple[int, ...],
@@ -600,6 +624,7 @@ def rollout(
     temperature: float,
     top_p: float,
     stop_ids: list[int],
+    weights: dict[str, float],
     max_failures: float,
     on_progress: Callable[[int, int], None],
 ) -> Rollouts:
@@ -607,6 +632,8 @@ def rollout(
 
     The ranks of one tensor-parallel engine get the same requests; engines share the prompts out.
     A request's seed depends on its place in the step alone, so samples do not depend on the ranks.
+    Reward functions score where the samples are, reward models on all ranks together. `weights` has
+    the names of both.
     """
     num_engines = dist.get_world_size() // tensor_parallel
     mine = [
@@ -643,42 +670,66 @@ def rollout(
     # Every rank gets every sample: advantages, minibatches and token counts are then plain
     # local arithmetic, identical on all ranks. 8 bytes a token, once per step.
     place = {}
-    exceptions = timeouts = failed = 0
+    exceptions = timeouts = 0
     first_traceback = None
     for part in all_gather_objects(local):
         if part is None:
             continue
         keys, part_completions, part_texts, batch = part
         exceptions, timeouts = exceptions + batch.exceptions, timeouts + batch.timeouts
-        failed += batch.failed
         first_traceback = first_traceback or batch.first_traceback
         for i, key in enumerate(keys):
-            components = {name: values[i] for name, values in batch.components.items()}
-            place[key] = (part_completions[i], part_texts[i], batch.scores[i], components)
+            values = {name: of_batch[i] for name, of_batch in batch.components.items()}
+            place[key] = (part_completions[i], part_texts[i], values, batch.failed[i])
     ordered = [place[key] for key in sorted(place)]
-    if failed > max_failures * len(ordered):
+    responses = [item[1] for item in ordered]
+    failed = [item[3] for item in ordered]
+    if sum(failed) > max_failures * len(ordered):
         raise ValueError(
-            f"--rewards failed on {failed} of {len(ordered)} samples ({exceptions} exceptions, "
-            f"{timeouts} time-outs), more than --max_reward_failures={max_failures} allows. "
-            f"The first:\n{first_traceback or 'a time-out (--reward_timeout_s)'}"
+            f"--rewards failed on {sum(failed)} of {len(ordered)} samples ({exceptions} "
+            f"exceptions, {timeouts} time-outs), more than --max_reward_failures={max_failures} "
+            f"allows. The first:\n{first_traceback or 'a time-out (--reward_timeout_s)'}"
         )
+
+    start = time.perf_counter()
+    sample_rows = [row for row in rows for _ in range(samples_per_prompt)]
+    components = {name: [item[2][name] for item in ordered] for name in scorer.names}
+    refused = 0
+    lost = failed  # without one of its parts, a sum cannot be compared to those of other samples
+    for name, reward_model in reward_models.items():
+        components[name] = reward_model.score(
+            [row.prompt for row in sample_rows],
+            responses,
+            [
+                as_tools(row.columns.get("tools") or row.columns.get("functions"))
+                for row in sample_rows
+            ],
+        )
+        refused += components[name].count(None)
+        lost = [a or b is None for a, b in zip(lost, components[name], strict=True)]
+    reward_s += time.perf_counter() - start
 
     def as_tensor(values: list[float | None]) -> Tensor:
         return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
 
+    labels = reward_labels(list(weights))
     return Rollouts(
-        rows=[row for row in rows for _ in range(samples_per_prompt)],
+        rows=sample_rows,
         response_ids=[item[0].response_ids for item in ordered],
         rollout_logprobs=[item[0].rollout_logprobs for item in ordered],
         truncated=torch.tensor([item[0].truncated for item in ordered]),
-        scores=as_tensor([item[2] for item in ordered]),
-        components={name: as_tensor([item[3][name] for item in ordered]) for name in ordered[0][3]},
-        responses=[item[1] for item in ordered],
+        scores=as_tensor(combine_rewards(components, weights, lost)),
+        components={labels[name]: as_tensor(components[name]) for name in weights},
+        responses=responses,
         exceptions=exceptions,
         timeouts=timeouts,
+        refused=refused,
         rollout_s=rollout_s,
         reward_s=reward_s,
     )
+
+
+# -- end shared --
 
 
 @dataclass
@@ -733,12 +784,13 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model, chat_template=args.chat_template)
     stop_ids = stop_token_ids(tokenizer, load_generation_config(args.model), args.template_args)
     # -- end shared --
+    # -- shared: reward functions --
     scorer = RewardScorer(
-        list(args.rewards),
-        list(args.reward_weights) if args.reward_weights is not None else None,
+        [name for name in args.rewards if not name.startswith(MODEL)],
         timeout_s=args.reward_timeout_s,
         num_workers=args.reward_workers,
     )
+    # -- end shared --
 
     # ---- [2] data ----
     def load(paths: tuple[str, ...], split: str, flag: str) -> list[PromptRow]:
@@ -772,7 +824,22 @@ def main(args: Args) -> None:
 
     # ---- [3] models and optimizer ----
     largest_id = max([*stop_ids, *(max(row.prompt_ids) for row in rows + eval_rows)])
-    # -- shared: model and optimizer --
+    # -- shared: reward models --
+    reward_models = {
+        name: RewardModel(
+            name.removeprefix(MODEL),
+            env,
+            dtype=dtype,
+            max_tokens=args.max_tokens_per_microbatch,
+            packing=args.packing,
+            cpu_offload=args.cpu_offload,
+            system_prompt=args.system_prompt,
+        )
+        for name in args.rewards
+        if name.startswith(MODEL)
+    }
+    # -- end shared --
+    # -- shared: policy --
     model = load_model(
         args.model,
         env,
@@ -783,6 +850,8 @@ def main(args: Args) -> None:
         lora=args.lora,
         seed=args.seed,
     )
+    # -- end shared --
+    # -- shared: model check and optimizer --
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and args.max_sequence_tokens > context:
         raise ValueError(
@@ -888,11 +957,13 @@ def main(args: Args) -> None:
             prompt_rows,
             engine,
             scorer,
+            reward_models,
             tokenizer,
             stream=(args.seed, *stream),
             tensor_parallel=args.engine_tensor_parallel,
             max_tokens=args.max_response_tokens,
             stop_ids=stop_ids,
+            weights=reward_weights(args.rewards, args.reward_weights),
             max_failures=args.max_reward_failures,
             on_progress=lambda done, total: tracker.phase(what, done, total),
             **how,
@@ -923,11 +994,14 @@ def main(args: Args) -> None:
             "eval/accuracy": right.double().mean().item(),
             "eval/response_tokens": samples.response_lengths.double().mean().item(),
             "eval/truncated": samples.truncated.double().mean().item(),
+            "eval/unscored": samples.scores.isnan().double().mean().item(),
             "time/eval_s": time.perf_counter() - start,
         }
         for k in [2**i for i in range(1, n.bit_length()) if 2**i <= n]:
             chances = [pass_at_k(n, int(count), k) for count in right.sum(1)]
             metrics[f"eval/pass_at_{k}"] = sum(chances) / len(chances)
+        for name, values in samples.components.items():
+            metrics[f"eval/reward/{name}"] = values.nanmean().item()
         return metrics
 
     tracker = Tracker(
@@ -1157,6 +1231,7 @@ def main(args: Args) -> None:
             "rollout/unscored": samples.scores.isnan().double().mean().item(),
             "rollout/reward_exceptions": samples.exceptions,
             "rollout/reward_timeouts": samples.timeouts,
+            "rollout/reward_refused": samples.refused,
             "rollout/flat_groups": (by_group == 0).all(1).double().mean().item(),
             "rollout/response_tokens": lengths.double().mean().item(),
             "rollout/response_tokens_max": lengths.max().item(),

@@ -353,6 +353,7 @@ def batch_indices(
 # -- end shared --
 
 
+# -- shared: token slots --
 def token_slots(plan: list[list[list[int]]], lengths: np.ndarray) -> int:
     """Tokens that all ranks could have computed in the time of a [rank][microbatch] plan.
 
@@ -361,6 +362,9 @@ def token_slots(plan: list[list[list[int]]], lengths: np.ndarray) -> int:
     """
     loads = [[sum(int(lengths[i]) for i in members) for members in of_rank] for of_rank in plan]
     return len(plan) * sum(max(column) for column in zip(*loads, strict=True))
+
+
+# -- end shared --
 
 
 # -- shared: memory --
@@ -460,7 +464,7 @@ def main(args: Args) -> None:
 
     # ---- [3] models and optimizer ----
     largest_id = max(data.largest_id for data in (dataset, eval_dataset) if data is not None)
-    # -- shared: model and optimizer --
+    # -- shared: policy --
     model = load_model(
         args.model,
         env,
@@ -471,6 +475,8 @@ def main(args: Args) -> None:
         lora=args.lora,
         seed=args.seed,
     )
+    # -- end shared --
+    # -- shared: model check and optimizer --
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and args.max_sequence_tokens > context:
         raise ValueError(

@@ -46,7 +46,7 @@ def cache_key(tokenizer: Any, *parts: Any) -> str:
         [version(name) for name in ("transformers", "tokenizers", "jinja2", "pyarrow")],
         [
             (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-            for name in ("cache", "chat", "data", "files", "formats")
+            for name in ("cache", "chat", "data", "files", "formats", "pairs")
         ],
     ]
     text = json.dumps(everything, sort_keys=True, default=str)

@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from common.formats import Drop, Messages, TrainOn
+from common.formats import Drop, Messages, TrainOn, num_common
 
 Tools = list[dict[str, Any]]
 
@@ -204,6 +204,16 @@ class ChatTemplate:
         """Ids that the model continues with an assistant turn."""
         messages, tools = self.adapt(messages, tools)
         return self._encoder.ids(self.render(messages, tools, add_generation_prompt=True))
+
+    def whole_ids(self, messages: Messages, tools: Tools, *, num_context: int = 0) -> list[int]:
+        """Ids of a conversation as the template writes it, for a model that is to judge it.
+
+        Raises:
+            Drop: as `sequences` does with `full`; marks of untrained turns do not matter.
+        """
+        messages = [{k: v for k, v in m.items() if k != "trained"} for m in messages]
+        ((ids, _),) = self.sequences(messages, tools, num_context=num_context, train_on="full")
+        return ids
 
     def sequences(
         self,
@@ -570,9 +580,7 @@ def _refuse_empty(message: dict[str, Any], i: int) -> None:
 
 
 def _prefix_detail(prompt: str, text: str) -> str:
-    same = next(
-        (t for t, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text)
-    )
+    same = num_common(prompt, text)
     return (
         f"the turn's prompt ends {prompt[max(0, same - 40) :][-80:]!r}, "
         f"the template writes {text[max(0, same - 40) :][:80]!r} with the turn"

@@ -3,7 +3,7 @@
 Rules: one BOS and one stop token, wherever the template or tokenizer wants them; masks come from
 token positions, never from comparing ids with the pad id; rows that do not fit are dropped (or, if
 asked for, cut) and counted by reason. `common/files.py` reads, `common/formats.py` understands
-rows, `common/chat.py` renders conversations.
+rows, `common/chat.py` renders conversations; `common/pairs.py` makes pairs of preference rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 
@@ -123,10 +123,12 @@ class LoadReport:
     """read"""
     formats: Counter[str] = field(default_factory=Counter)
     """rows of each format, named by its columns"""
+    unit: str = "sequences"
+    """what a row becomes: sequences, or pairs of two sequences each"""
     sequences: int = 0
-    """kept: SFT sequences or RL prompts"""
+    """kept: SFT sequences, RL prompts or pairs"""
     tokens: int = 0
-    """of the kept sequences"""
+    """of what is kept"""
     target_tokens: int = 0
     """trained ones"""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -134,11 +136,29 @@ class LoadReport:
     examples: dict[str, str] = field(default_factory=dict)
     """first occurrence of each reason"""
     truncated: int = 0
-    """sequences cut at the limit"""
+    """sequences or pairs cut at the limit"""
     split_rows: int = 0
     """rows that needed several sequences"""
     split_sequences: int = 0
     """which are so many"""
+    identical: int = 0
+    """pairs whose responses are the same: they teach nothing"""
+    duplicates: int = 0
+    """pairs that repeat an earlier one"""
+    swapped: int = 0
+    """pairs that occur with their sides exchanged as well: their labels contradict each other"""
+    chosen_tokens: float = 0.0
+    """mean length of the chosen responses"""
+    rejected_tokens: float = 0.0
+    """of the rejected ones"""
+    chosen_longer: float = 0.0
+    """share of the pairs whose chosen response is the longer one"""
+    rejected_longer: float = 0.0
+    """and of those whose rejected one is"""
+    with_margin: int = 0
+    """pairs that say how much better the chosen side is"""
+    with_grades: int = 0
+    """pairs with a grade for each side"""
     notes: list[str] = field(default_factory=list)
     """what the reader should know"""
     sources: list[str] = field(default_factory=list)
@@ -151,7 +171,7 @@ class LoadReport:
     def __str__(self) -> str:
         formats = ", ".join(f"{name} {count:,}" for name, count in self.formats.items())
         rows = f"{'the first ' if self.limited else ''}{self.rows:,} rows"
-        line = f"{self.flag}: {rows} ({formats}) -> {self.sequences:,} sequences, "
+        line = f"{self.flag}: {rows} ({formats}) -> {self.sequences:,} {self.unit}, "
         line += f"{self.tokens:,} tokens"
         if self.target_tokens:
             line += f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.1%})"
@@ -159,14 +179,37 @@ class LoadReport:
         lines += [f"  {source}" for source in self.sources]
         lines += [f"  dropped {n:,}: {self.describe(r)}" for r, n in self.dropped.items()]
         if self.truncated:
-            lines.append(f"  truncated {self.truncated:,} sequences: they have lost their tail")
+            lost = (
+                "prompts have lost their beginning, responses their tail"
+                if self.unit == "pairs"
+                else "they have lost their tail"
+            )
+            lines.append(f"  truncated {self.truncated:,} {self.unit}: {lost}")
         if self.split_rows:
             lines.append(
                 f"  split {self.split_rows:,} rows into {self.split_sequences:,} sequences: "
                 "earlier turns read differently once they are history "
                 "(--train_on last_turn needs no split)"
             )
+        if self.unit == "pairs":
+            lines += [f"  {check}" for check in self._checks()]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _checks(self) -> list[str]:
+        """What is to be known of pairs."""
+        lines = [
+            f"responses: chosen {self.chosen_tokens:.1f} tokens on average, rejected "
+            f"{self.rejected_tokens:.1f}; chosen is longer in {self.chosen_longer:.1%} of the "
+            f"pairs, rejected in {self.rejected_longer:.1%}"
+        ]
+        counts = (
+            (self.identical, "pairs with identical responses: they teach nothing"),
+            (self.duplicates, "pairs repeat an earlier one"),
+            (self.swapped, "pairs occur with their sides exchanged as well: labels contradict"),
+            (self.with_margin, "pairs with a margin"),
+            (self.with_grades, "pairs with grades"),
+        )
+        return lines + [f"{count:,} {what}" for count, what in counts if count]
 
     def describe(self, reason: str) -> str:
         """Reason of a drop with its first occurrence."""
@@ -183,8 +226,17 @@ class LoadReport:
 
 
 @dataclass
-class _RowEncoder:
-    """Tokenizer plus the settings that decide how a row becomes ids."""
+class RowEncoder:
+    """Tokenizer plus the settings that decide how a row becomes ids: those of SFT sequences."""
+
+    unit: ClassVar[str] = "sequences"
+    """what rows become"""
+    nothing: ClassVar[Arrays] = {
+        "input_ids": np.zeros(0, np.int32),
+        "loss_mask": np.zeros(0, bool),
+        "lengths": np.zeros(0, np.int64),
+    }
+    """the arrays of no rows: the first two per token, the others per unit"""
 
     tokenizer: Any
     system_prompt: str | None
@@ -286,6 +338,13 @@ class _RowEncoder:
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
+    def _refuse_additions(self, tools: list[dict[str, Any]]) -> None:
+        """Rows of whole texts are what the model sees: nothing is put before them."""
+        if self.system_prompt:
+            raise ValueError("--system_prompt has no place in rows of whole texts")
+        if tools:
+            raise Drop("tools_need_template", "tools have no place in rows of whole texts")
+
     def prompt(self, prompt: str | Messages, tools: list[dict[str, Any]]) -> list[int]:
         """Ids that the model continues."""
         if not self._is_chat(prompt, tools):
@@ -304,10 +363,7 @@ class _RowEncoder:
         if not completion or (isinstance(completion, str) and not completion.strip()):
             raise Drop("no_target", "nothing to train on")
         if isinstance(completion, str) and isinstance(prompt, list) and not prompt:
-            if self.system_prompt:
-                raise ValueError("--system_prompt has no place in `text` rows")
-            if tools:
-                raise Drop("tools_need_template", "tools have no place in `text` rows")
+            self._refuse_additions(tools)
             return [self._closed(self.plain(completion), 1)]
         if not self._is_chat(completion, tools):
             if not prompt and isinstance(completion, list):
@@ -326,8 +382,51 @@ class _RowEncoder:
         )
         return [TokenRow(ids, mask) for ids, mask in sequences]
 
+    def check(self) -> None:
+        """Refuse a chat template that cannot be trained on.
 
-# ---- SFT -----------------------------------------------------------------------------------------
+        Raises:
+            ValueError: see `ChatTemplate.check`.
+        """
+        if self.template:
+            self.template.check()
+
+    def encode(self, row: Row, index: int, chunk: Chunk) -> list[Arrays]:
+        """Arrays of each unit of a row; counts in the chunk what became of it.
+
+        Raises:
+            Drop: the row gives nothing.
+            ValueError: a column that is not what it should be.
+        """
+        name = detect_format(row)
+        chunk.formats[name] += 1
+        sequences = self.rows(parse_row(row, name))
+        if not self.template and name in ("instruction+output", "question+answer"):
+            chunk.notes.add(
+                "no chat template is used: answers follow their prompts without any separator "
+                "(--chat_template FILE brings a template)"
+            )
+        if len(sequences) > 1:
+            chunk.split_rows += 1
+            chunk.split_sequences += len(sequences)
+        kept: list[Arrays] = []
+        for sequence in sequences:
+            length = len(sequence.input_ids)
+            if length > self.max_tokens and self.overlong == "drop":
+                chunk.drops.append((index, "too_long", f"{length:,} tokens"))
+                continue
+            mask = np.array(sequence.loss_mask[: self.max_tokens], dtype=bool)
+            if not mask.any():
+                what = "no_target" if length == len(mask) else "too_long"
+                chunk.drops.append((index, what, f"no target among the first {len(mask):,} tokens"))
+                continue
+            chunk.truncated += length > len(mask)
+            ids = np.array(sequence.input_ids[: len(mask)], dtype=np.int32)
+            kept.append({"input_ids": ids, "loss_mask": mask, "lengths": np.array([len(ids)])})
+        return kept
+
+
+# ---- many rows -> arrays -------------------------------------------------------------------------
 
 
 class _BadRow(ValueError):
@@ -335,81 +434,57 @@ class _BadRow(ValueError):
 
 
 @dataclass
-class _Chunk:
+class Chunk:
     """Some rows of a source, encoded; indices are those of the source."""
 
-    ids: np.ndarray
-    mask: np.ndarray
-    lengths: list[int]
-    drops: list[tuple[int, str, str]]
-    """index, reason, detail"""
     rows: int
-    formats: Counter[str]
-    notes: set[str]
-    truncated: int
-    split_rows: int
-    split_sequences: int
+    arrays: Arrays = field(default_factory=dict)
+    drops: list[tuple[int, str, str]] = field(default_factory=list)
+    """index, reason, detail"""
+    formats: Counter[str] = field(default_factory=Counter)
+    notes: set[str] = field(default_factory=set)
+    truncated: int = 0
+    split_rows: int = 0
+    split_sequences: int = 0
+
+    @property
+    def num_units(self) -> int:
+        """Sequences, or pairs of them."""
+        return len(self.arrays["lengths"])
+
+    def without_last(self, count: int) -> Chunk:
+        """Without the last `count` units."""
+        units = self.num_units - count
+        tokens = int(self.arrays["lengths"][:units].sum())
+        arrays = {
+            name: array[: tokens if name in ("input_ids", "loss_mask") else units]
+            for name, array in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
 
 
-def _encode_chunk(rows: list[Row], start: int, encoder: _RowEncoder) -> _Chunk:
-    ids: list[np.ndarray] = []
-    masks: list[np.ndarray] = []
-    drops: list[tuple[int, str, str]] = []
-    formats: Counter[str] = Counter()
-    notes: set[str] = set()
-    truncated = split_rows = split_sequences = 0
+def _encode_chunk(rows: list[Row], start: int, encoder: RowEncoder) -> Chunk:
+    chunk = Chunk(len(rows))
+    units = [encoder.nothing]
     for index, row in enumerate(rows, start=start):
         try:
-            name = detect_format(row)
-            formats[name] += 1
-            sequences = encoder.rows(parse_row(row, name))
+            units += encoder.encode(row, index, chunk)
         except Drop as drop:
-            drops.append((index, drop.reason, drop.detail))
-            continue
+            chunk.drops.append((index, drop.reason, drop.detail))
         except RecursionError as error:
-            drops.append((index, "nested_too_deep", str(error)))
-            continue
+            chunk.drops.append((index, "nested_too_deep", str(error)))
         except ValueError as error:
             raise _BadRow(index, str(error)) from error
-        if not encoder.template and name in ("instruction+output", "question+answer"):
-            notes.add(
-                "no chat template is used: answers follow their prompts without any separator "
-                "(--chat_template FILE brings a template)"
-            )
-        if len(sequences) > 1:
-            split_rows += 1
-            split_sequences += len(sequences)
-        for sequence in sequences:
-            length = len(sequence.input_ids)
-            if length > encoder.max_tokens and encoder.overlong == "drop":
-                drops.append((index, "too_long", f"{length:,} tokens"))
-                continue
-            mask = np.array(sequence.loss_mask[: encoder.max_tokens], dtype=bool)
-            if not mask.any():
-                what = "no_target" if length == len(mask) else "too_long"
-                drops.append((index, what, f"no target among the first {len(mask):,} tokens"))
-                continue
-            truncated += length > len(mask)
-            ids.append(np.array(sequence.input_ids[: len(mask)], dtype=np.int32))
-            masks.append(mask)
-    return _Chunk(
-        np.concatenate([np.zeros(0, np.int32), *ids]),
-        np.concatenate([np.zeros(0, bool), *masks]),
-        [len(mask) for mask in masks],
-        drops,
-        len(rows),
-        formats,
-        notes | (encoder.template.notes if encoder.template else set()),
-        truncated,
-        split_rows,
-        split_sequences,
-    )
+    chunk.arrays = {name: np.concatenate([unit[name] for unit in units]) for name in units[0]}
+    if encoder.template:
+        chunk.notes |= encoder.template.notes
+    return chunk
 
 
-_worker_encoder: list[_RowEncoder] = []
+_worker_encoder: list[RowEncoder] = []
 
 
-def _start_worker(encoder: _RowEncoder, parent: int) -> None:
+def _start_worker(encoder: RowEncoder, parent: int) -> None:
     if sys.platform == "linux":  # a killed run must not leave its workers behind
         ctypes.CDLL(None).prctl(1, 15)
     if os.getppid() != parent:  # it was killed before
@@ -417,7 +492,7 @@ def _start_worker(encoder: _RowEncoder, parent: int) -> None:
     _worker_encoder.append(encoder)
 
 
-def _encode_in_worker(pickled: bytes, start: int) -> _Chunk:
+def _encode_in_worker(pickled: bytes, start: int) -> Chunk:
     return _encode_chunk(pickle.loads(pickled), start, _worker_encoder[0])
 
 
@@ -427,7 +502,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _encode_rows(rows: list[Row], encoder: _RowEncoder, chunk_rows: int) -> Iterator[_Chunk]:
+def _encode_rows(rows: list[Row], encoder: RowEncoder, chunk_rows: int) -> Iterator[Chunk]:
     """Encode chunk by chunk, in order; many rows in as many processes as there are cores."""
     jobs = ((rows[i : i + chunk_rows], i) for i in range(0, len(rows), chunk_rows))
     num_workers = min(_num_cores(), 16)
@@ -440,7 +515,7 @@ def _encode_rows(rows: list[Row], encoder: _RowEncoder, chunk_rows: int) -> Iter
         initializer=_start_worker,
         initargs=(encoder, os.getpid()),
     ) as pool:
-        pending: deque[Future[_Chunk] | _Chunk] = deque()
+        pending: deque[Future[Chunk] | Chunk] = deque()
         for chunk, start in jobs:
             try:
                 pending.append(pool.submit(_encode_in_worker, pickle.dumps(chunk), start))
@@ -452,15 +527,14 @@ def _encode_rows(rows: list[Row], encoder: _RowEncoder, chunk_rows: int) -> Iter
 
 
 def _build(
-    sources: list[Source], encoder: _RowEncoder, report: LoadReport, limit: int | None
+    sources: list[Source], encoder: RowEncoder, report: LoadReport, limit: int | None
 ) -> Arrays:
     """Read and encode all sources; fills in the report."""
-    if encoder.template:
-        encoder.template.check()
-    chunks: list[_Chunk] = []
+    encoder.check()
+    chunks: list[Chunk] = []
     source_sizes = np.zeros(len(sources), np.int64)
     report.limited = limit is not None
-    # of several sources, about as many sequences from each
+    # of several sources, about as many units from each
     limits = [len(part) for part in np.array_split(range(limit or 0), len(sources))]
     chunk_rows = min(CHUNK_ROWS, max(limits) or CHUNK_ROWS)
     for number, source in enumerate(sources):
@@ -473,7 +547,7 @@ def _build(
         dropped: Counter[str] = Counter()
         for chunk in _progress(source, _encode_source(source, encoder, chunk_rows)):
             chunks.append(chunk)
-            source_sizes[number] += len(chunk.lengths)
+            source_sizes[number] += chunk.num_units
             report.rows += chunk.rows
             rows += chunk.rows
             report.formats += chunk.formats
@@ -486,7 +560,7 @@ def _build(
             dropped.update(reason for _, reason, _ in chunk.drops)
             if limit and source_sizes[number] >= limits[number]:
                 surplus = int(source_sizes[number]) - limits[number]
-                chunks[-1] = _without_last(chunk, surplus)
+                chunks[-1] = chunk.without_last(surplus)
                 source_sizes[number] -= surplus
                 break
         if not source_sizes[number]:
@@ -495,21 +569,22 @@ def _build(
             )
         if len(sources) > 1:
             report.sources.append(
-                f"{source.name}: {rows:,} rows -> {source_sizes[number]:,} sequences, "
+                f"{source.name}: {rows:,} rows -> {source_sizes[number]:,} {encoder.unit}, "
                 f"{dropped.total():,} dropped"
             )
     failed = [reason for reason in TEMPLATE_REASONS if reason in report.dropped]
     if 2 * sum(report.dropped[reason] for reason in failed) > report.rows:
         details = "; ".join(report.describe(reason) for reason in failed)
         raise ValueError(f"{report.flag}: the chat template fails on most rows: {details}")
-    offsets = np.cumsum([0, *(n for chunk in chunks for n in chunk.lengths)], dtype=np.int64)
-    ids = np.concatenate([chunk.ids for chunk in chunks])
-    mask = np.concatenate([chunk.mask for chunk in chunks])
-    report.sequences, report.tokens = len(offsets) - 1, len(ids)
+    arrays = {
+        name: np.concatenate([chunk.arrays[name] for chunk in chunks]) for name in encoder.nothing
+    }
+    lengths = arrays.pop("lengths")
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids, mask = arrays["input_ids"], arrays["loss_mask"]
+    report.sequences, report.tokens = len(lengths), len(ids)
     report.target_tokens = int(mask.sum())
-    return {
-        "input_ids": ids,
-        "loss_mask": mask,
+    return arrays | {
         "offsets": offsets,
         "num_targets": np.add.reduceat(mask, offsets[:-1], dtype=np.int64),
         "source_sizes": source_sizes,
@@ -517,14 +592,7 @@ def _build(
     }
 
 
-def _without_last(chunk: _Chunk, count: int) -> _Chunk:
-    """Without the last `count` sequences."""
-    lengths = chunk.lengths[: len(chunk.lengths) - count]
-    end = sum(lengths)
-    return replace(chunk, ids=chunk.ids[:end], mask=chunk.mask[:end], lengths=lengths)
-
-
-def _encode_source(source: Source, encoder: _RowEncoder, chunk_rows: int) -> Iterator[_Chunk]:
+def _encode_source(source: Source, encoder: RowEncoder, chunk_rows: int) -> Iterator[Chunk]:
     try:
         yield from _encode_rows(source.read(), encoder, chunk_rows)
     except _BadRow as error:
@@ -532,7 +600,7 @@ def _encode_source(source: Source, encoder: _RowEncoder, chunk_rows: int) -> Ite
         raise ValueError(f"{source.flag}: {source.locate(index)}: {message}") from error
 
 
-def _progress(source: Source, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+def _progress(source: Source, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """A line every ten seconds."""
     rows, said = 0, time.monotonic()
     for chunk in chunks:
@@ -551,6 +619,66 @@ def _all_dropped(
         f"{source.flag}: all {sum(dropped.values())} rows of {source.name} were dropped: "
         f"{reasons} ({limit})"
     )
+
+
+def load_encoded(
+    paths: Sequence[str],
+    encoder: RowEncoder,
+    *,
+    cache_dir: Path | None,
+    limit: int | None,
+    flag: str,
+    split: str,
+) -> tuple[Arrays, LoadReport]:
+    """What an encoder makes of all rows; arguments as in `load_sft_rows`.  # collective: all ranks
+
+    Returns:
+        `input_ids`, `loss_mask`, `offsets`, `num_targets`, `source_sizes` and `largest_id` as
+        `TokenDataset` has them (source_sizes in units), and the encoder's other arrays.
+    """
+    arrays: Arrays = {}
+
+    def load() -> tuple[LoadReport, Path | None]:
+        sources = open_sources(paths, flag=flag, split=split)
+        folder = None
+        if cache_dir is not None and limit is None:
+            settings = {f.name: getattr(encoder, f.name) for f in fields(encoder)}
+            tokenizer = settings.pop("tokenizer")
+            fingerprints = [source.fingerprint() for source in sources]
+            key = cache_key(tokenizer, type(encoder).__name__, fingerprints, settings)
+            folder = Path(os.path.expanduser(cache_dir)).resolve() / key
+            cached = load_arrays(folder, verify=True)
+            if cached and cached[1].keys() == vars(LoadReport(flag)).keys():
+                arrays.update(cached[0])
+                about: dict[str, Any] = cached[1] | {"flag": flag, "from_cache": str(folder)}
+                report = LoadReport(**about)
+                report.formats = Counter(report.formats)
+                return report, folder
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or not there
+        report = LoadReport(flag, unit=encoder.unit)
+        arrays.update(_build(sources, encoder, report, limit))
+        if folder:
+            try:
+                save_arrays(folder, arrays, vars(report))
+            except OSError as error:
+                report.notes.append(f"not cached: {error}")
+                folder = None
+        return report, folder
+
+    report, folder = from_rank0(load)
+    return share_arrays(arrays, folder), report
+
+
+def token_dataset(arrays: Arrays) -> TokenDataset:
+    """The sequences among the arrays of `load_encoded`."""
+    return TokenDataset(
+        *(arrays[name] for name in ("input_ids", "loss_mask", "offsets", "num_targets")),
+        source_sizes=arrays["source_sizes"].tolist(),
+        largest_id=int(arrays["largest_id"][0]),
+    )
+
+
+# ---- SFT -----------------------------------------------------------------------------------------
 
 
 def load_sft_rows(
@@ -591,55 +719,23 @@ def load_sft_rows(
         ValueError: the same on all ranks: unreadable data, unknown columns, a dataset without a row
             left, a chat template that cannot be trained on, a setting that does not fit.
     """
-    encoder = _RowEncoder(
+    encoder = RowEncoder(
         *(tokenizer, system_prompt, prompt_format, template_kwargs),
         train_on=train_on,
         overlong=overlong,
         max_tokens=max_tokens,
-        stop_ids=stop_ids,
+        stop_ids=sorted(stop_ids),
     )
-    arrays: Arrays = {}
-
-    def load() -> tuple[LoadReport, Path | None]:
-        sources = open_sources(paths, flag=flag, split=split)
-        folder = None
-        if cache_dir is not None and limit is None:
-            settings = (system_prompt, prompt_format, template_kwargs, train_on, overlong)
-            fingerprints = [source.fingerprint() for source in sources]
-            key = cache_key(tokenizer, fingerprints, settings, max_tokens, sorted(stop_ids))
-            folder = Path(os.path.expanduser(cache_dir)).resolve() / key
-            cached = load_arrays(folder, verify=True)
-            if cached and cached[1].keys() == vars(LoadReport(flag)).keys():
-                arrays.update(cached[0])
-                about: dict[str, Any] = cached[1] | {"flag": flag, "from_cache": str(folder)}
-                report = LoadReport(**about)
-                report.formats = Counter(report.formats)
-                return report, folder
-            shutil.rmtree(folder, ignore_errors=True)  # damaged, or not there
-        report = LoadReport(flag)
-        arrays.update(_build(sources, encoder, report, limit))
-        if folder:
-            try:
-                save_arrays(folder, arrays, vars(report))
-            except OSError as error:
-                report.notes.append(f"not cached: {error}")
-                folder = None
-        return report, folder
-
-    report, folder = from_rank0(load)
-    arrays = share_arrays(arrays, folder)
-    dataset = TokenDataset(
-        *(arrays[name] for name in ("input_ids", "loss_mask", "offsets", "num_targets")),
-        source_sizes=arrays["source_sizes"].tolist(),
-        largest_id=int(arrays["largest_id"][0]),
+    arrays, report = load_encoded(
+        paths, encoder, cache_dir=cache_dir, limit=limit, flag=flag, split=split
     )
-    return dataset, report
+    return token_dataset(arrays), report
 
 
 # ---- RL prompts ----------------------------------------------------------------------------------
 
 
-def _prompt_row(row: Row, encoder: _RowEncoder, report: LoadReport, source: int) -> PromptRow:
+def _prompt_row(row: Row, encoder: RowEncoder, report: LoadReport, source: int) -> PromptRow:
     key, prompt, tools = parse_prompt(row)
     report.formats["question+answer" if key == "question" else key] += 1
     columns = {name: value for name, value in row.items() if name != key}
@@ -682,7 +778,7 @@ def load_prompts(
     Raises:
         ValueError: unreadable data, unknown columns, a format that does not fit, or no row left.
     """
-    encoder = _RowEncoder(
+    encoder = RowEncoder(
         *(tokenizer, system_prompt, prompt_format, template_kwargs), max_tokens=max_prompt_tokens
     )
     report = LoadReport(flag)

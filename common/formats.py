@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,20 +24,34 @@ SFT_FORMATS = (
     "messages, conversations, conversations+chosen, prompt+completion, prompt+chosen, "
     "question+answer, instruction(+input)+output, text, chosen"
 )
+PREFERENCE_FORMATS = (
+    "conversations+chosen+rejected, prompt+chosen+rejected, messages+chosen+rejected, "
+    "chosen+rejected (conversations or texts that begin alike)"
+)
 RL_FORMATS = (
     "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth)"
 )
+_SYSTEM = ("system", "developer")
 _ROLES = {
-    **dict.fromkeys(("system", "developer"), ""),
+    **dict.fromkeys(_SYSTEM, ""),
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "ipython", "observation", "function_response"), "tool"),
     "function_call": "function_call",
 }
+_SIDES = ("chosen", "rejected")
 _EXPECTED = "a list of {role, content} messages"
 _TRAINED = ("weight", "train", "trainable", "trained")
 """what datasets call a mark that is 0 or false on a turn that is not to be learned"""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_GRADES = (
+    ("chosen_score", "rejected_score"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
+"""what datasets call the grades of both sides"""
+_HH_ANSWER = "\n\nAssistant:"
 
 
 class Drop(Exception):  # noqa: N818  a decision, not an error
@@ -60,18 +75,46 @@ class Example:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass
+class PairExample:
+    """One preference row: a prompt and two responses, all text or all messages."""
+
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    margin: float | None = None
+    """how much better the chosen side is; None: the row does not say"""
+    grades: tuple[float, float] = (math.nan, math.nan)
+    """of both sides; NaN: the row does not say"""
+    whole_texts: bool = False
+    """the row has whole texts, which no template may change; `prompt` is their common beginning"""
+
+
 def detect_format(row: Row) -> str:
-    """Name of an SFT or preference row's format: the columns it needs, joined by +.
+    """Name of an SFT row's format, preferences included: the columns it needs, joined by +.
 
     Raises:
         ValueError: unknown columns.
     """
+    return _detect(row, _FORMATS, f"unknown format: columns {sorted(row)}; accepted: {SFT_FORMATS}")
+
+
+def detect_pair_format(row: Row) -> str:
+    """Name of a preference row's format, whatever other columns it has; raises as the above."""
+    message = (
+        f"no known format of preferences: columns {sorted(row)}; accepted: {PREFERENCE_FORMATS}"
+    )
+    return _detect(row, _PAIR_FORMATS, message)
+
+
+def _detect(row: Row, formats: Mapping[str, Any], unknown: str) -> str:
     # columnar files fill the columns of other rows' formats with null
     for columns in ({name for name, value in row.items() if not is_null(value)}, set(row)):
-        for name in _FORMATS:
+        for name in formats:
             if columns.issuperset(name.split("+")):
                 return name
-    raise ValueError(f"unknown format: columns {sorted(row)}; accepted: {SFT_FORMATS}")
+    raise ValueError(unknown)
 
 
 def parse_row(row: Row, name: str) -> Example:
@@ -85,8 +128,69 @@ def parse_row(row: Row, name: str) -> Example:
     return Example(prompt, completion, _tools(row))
 
 
+def parse_pair(row: Row, name: str) -> PairExample:
+    """Read a row of a detected preference format.
+
+    Raises:
+        Drop: something inside a conversation or the tools cannot be used; a side without a
+            response (`empty_response`), or whose response does not end with the assistant
+            (`ends_without_answer`); sides with different prompts (`prompts_differ`), or none.
+        ValueError: a column of the wrong type.
+    """
+    sides: dict[str, Exchange] = dict(zip(_SIDES, _PAIR_FORMATS[name](row), strict=True))
+    whole_texts = name == "chosen+rejected" and isinstance(sides["chosen"][1], str)
+    if not whole_texts:
+        sides = {column: _with_system(row, *side) for column, side in sides.items()}
+    for column, (_, response) in sides.items():
+        if is_empty(response):
+            raise Drop("empty_response", f"the {column} side says nothing after the prompt")
+    if any(isinstance(part, list) for side in sides.values() for part in side):
+        for column, (prompt, response) in sides.items():
+            prompt, response = _as_turns(prompt, "user"), _as_turns(response, "assistant")
+            sides[column] = prompt, response
+            if not prompt:
+                raise Drop("empty_prompt", "nothing comes before the responses")
+            if response[0]["role"] != "assistant":
+                raise Drop("prompts_differ", f"after the prompt {column} has another question")
+            if response[-1]["role"] != "assistant":
+                raise Drop(
+                    "ends_without_answer", f"{column}: {response[-1]['role']} turn at the end"
+                )
+    (prompt, chosen), (other_prompt, rejected) = sides.values()
+    if prompt != other_prompt:
+        raise Drop("prompts_differ", "chosen and rejected bring different prompts")
+    graded = [names for names in _GRADES if not all(is_null(row.get(name)) for name in names)]
+    better, worse = graded[0] if graded else _GRADES[0]
+    margin = _number(row, "margin")
+    return PairExample(
+        *(prompt, chosen, rejected, _tools(row)),
+        margin=None if math.isnan(margin) else margin,
+        grades=(_number(row, better), _number(row, worse)),
+        whole_texts=whole_texts,
+    )
+
+
+def _number(row: Row, column: str) -> float:
+    """NaN if there is none."""
+    value = row.get(column)
+    if is_null(value):
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{column}: expected a number, found {value!r:.200}")
+    return float(value)
+
+
 def parse_prompt(row: Row) -> tuple[str, str | Messages, list[dict[str, Any]]]:
-    """Column name, prompt (without null entries) and tools of an RL row; raises as `parse_row`."""
+    """Column name, prompt (without null entries) and tools of an RL row; raises as `parse_row`.
+
+    Of a preference row without such a column it is what both sides begin with.
+    """
+    if "prompt" not in row and set(_SIDES) <= set(row):
+        name = detect_pair_format(row)
+        pair = parse_pair(row, name)
+        if pair.whole_texts:
+            raise Drop("no_prompt_column", "the prompt is only a part of the texts")
+        return name, _unmarked(pair.prompt), pair.tools
     if "prompt" not in row and not {"question", "answer"} <= set(row):
         raise ValueError(f"unknown format: columns {sorted(row)}; accepted: {RL_FORMATS}")
     key = "prompt" if "prompt" in row else "question"
@@ -95,14 +199,35 @@ def parse_prompt(row: Row) -> tuple[str, str | Messages, list[dict[str, Any]]]:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         prompt = _prepend(system, prompt)
-    if not isinstance(prompt, str):
-        prompt = [{k: v for k, v in message.items() if k != "trained"} for message in prompt]
-    return key, prompt, _tools(row)
+    return key, _unmarked(prompt), _tools(row)
+
+
+def _unmarked(prompt: str | Messages) -> str | Messages:
+    """A prompt without marks of what is to be trained."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{k: v for k, v in message.items() if k != "trained"} for message in prompt]
 
 
 def is_null(value: Any) -> bool:
     """Whether a column is empty: null, or NaN or infinity, as pandas writes missing values."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def is_empty(response: str | Messages) -> bool:
+    """Whether a response says nothing: no text, calls or reasoning in any turn."""
+    if isinstance(response, str):
+        return not response.strip()
+    return not any(
+        message["content"].strip() or message.keys() & {"tool_calls", "reasoning"}
+        for message in response
+    )
+
+
+def num_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items two sequences begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def as_text(value: Any, column: str) -> str:
@@ -146,7 +271,7 @@ def as_messages(value: Any, column: str) -> Messages:
         if message.pop("is_call", False) and messages and messages[-1]["role"] == "assistant":
             calls = messages[-1].get("tool_calls", []) + message["tool_calls"]
             messages[-1] = message | messages[-1] | {"tool_calls": calls}
-        elif message["role"] not in ("system", "developer") or message["content"].strip():
+        elif message["role"] not in _SYSTEM or message["content"].strip():
             messages.append(message)
     return messages
 
@@ -273,7 +398,8 @@ def without_nulls(value: Any) -> Any:
 
 # ---- one function per format: row -> prompt, completion ------------------------------------------
 
-Pair = tuple[str | Messages, str | Messages]
+Exchange = tuple[str | Messages, str | Messages]
+"""prompt, completion"""
 
 
 def _system(row: Row) -> str:
@@ -282,14 +408,14 @@ def _system(row: Row) -> str:
 
 
 def _prepend(system: str, messages: Messages) -> Messages:
-    if messages and messages[0]["role"] in ("system", "developer"):
+    if messages and messages[0]["role"] in _SYSTEM:
         if messages[0]["content"] != system:
             raise Drop("two_system_prompts", "the column `system` and a system turn differ")
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
-def _with_system(row: Row, prompt: str | Messages, completion: str | Messages) -> Pair:
+def _with_system(row: Row, prompt: str | Messages, completion: str | Messages) -> Exchange:
     """The pair as a chat that begins with the column `system`, if there is one."""
     system = _system(row)
     if not system or not completion:
@@ -311,15 +437,15 @@ def _conversation(row: Row, column: str) -> Messages:
     return _prepend(system, messages) if system else messages
 
 
-def _messages(row: Row) -> Pair:
+def _messages(row: Row) -> Exchange:
     return [], _conversation(row, "messages")
 
 
-def _conversations(row: Row) -> Pair:
+def _conversations(row: Row) -> Exchange:
     return [], _conversation(row, "conversations")
 
 
-def _prompt_completion(row: Row) -> Pair:
+def _prompt_completion(row: Row) -> Exchange:
     prompt, completion = (
         "" if is_null(row[name]) else text_or_messages(row[name], name)
         for name in ("prompt", "completion")
@@ -331,15 +457,15 @@ def _prompt_completion(row: Row) -> Pair:
     return prompt, completion
 
 
-def _question_answer(row: Row) -> Pair:
+def _question_answer(row: Row) -> Exchange:
     return as_text(row["question"], "question"), as_text(row["answer"], "answer")
 
 
-def _text(row: Row) -> Pair:
+def _text(row: Row) -> Exchange:
     return [], "" if is_null(row["text"]) else text_or_messages(row["text"], "text")
 
 
-def _instruction(row: Row) -> Pair:
+def _instruction(row: Row) -> Exchange:
     names = ("instruction", "input", "output")
     instruction, extra, output = (as_text(row.get(name), name) for name in names)
     prompt = "\n\n".join(part for part in (instruction, extra) if part)
@@ -358,22 +484,29 @@ def _instruction(row: Row) -> Pair:
     return messages, [{"role": "assistant", "content": output}] if output else ""
 
 
-def _chosen_after(prompt: str | Messages, chosen: Any) -> Pair:
-    if isinstance(chosen, str) and isinstance(prompt, str):
-        return prompt, chosen
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
-    if isinstance(chosen, str):
-        chosen = [{"role": "assistant", "content": chosen}] if chosen else []
-    completion = as_messages([chosen] if isinstance(chosen, dict) else chosen, "chosen")
-    # `chosen` may repeat the prompt, with or without a system turn
-    systems = [m for m in prompt[:1] if m["role"] in ("system", "developer")]
+def _as_turns(part: str | Messages, role: str) -> Messages:
+    if isinstance(part, str):
+        return [{"role": role, "content": part}] if part else []
+    return part
+
+
+def _response_after(prompt: str | Messages, row: Row, column: str) -> Exchange:
+    """Prompt and response; the column may repeat the prompt, with or without a system turn."""
+    response = row[column]
+    if isinstance(response, str) and isinstance(prompt, str):
+        return prompt, response
+    prompt = _as_turns(prompt, "user")
+    if isinstance(response, str):
+        completion = _as_turns(response, "assistant")
+    else:
+        completion = as_messages([response] if isinstance(response, dict) else response, column)
+    systems = [m for m in prompt[:1] if m["role"] in _SYSTEM]
     asked = prompt[len(systems) :]
-    for start in (0, 1) if asked else ():
-        repeated = completion[start : start + len(asked)]
-        if [_said(m) for m in repeated] == [_said(m) for m in asked]:
-            context = completion[:start] or systems
-            return context + asked, completion[start + len(asked) :]
+    start = int(bool(completion) and completion[0]["role"] in _SYSTEM)
+    repeated = completion[start : start + len(asked)]
+    if asked and [_said(m) for m in repeated] == [_said(m) for m in asked]:
+        context = completion[:start] or systems
+        return context + asked, completion[start + len(asked) :]
     return prompt, completion
 
 
@@ -381,30 +514,97 @@ def _said(message: dict[str, Any]) -> tuple[str, str]:
     return message["role"], message["content"]
 
 
-def _conversations_chosen(row: Row) -> Pair:
-    return _chosen_after(_conversation(row, "conversations"), row["chosen"])
+def _conversations_chosen(row: Row) -> Exchange:
+    return _response_after(_conversation(row, "conversations"), row, "chosen")
 
 
-def _prompt_chosen(row: Row) -> Pair:
-    prompt = "" if is_null(row["prompt"]) else text_or_messages(row["prompt"], "prompt")
-    return _chosen_after(prompt, row["chosen"])
+def _text_or_turns(row: Row, column: str) -> str | Messages:
+    return "" if is_null(row[column]) else text_or_messages(row[column], column)
 
 
-def _chosen(row: Row) -> Pair:
+def _prompt_chosen(row: Row) -> Exchange:
+    return _response_after(_text_or_turns(row, "prompt"), row, "chosen")
+
+
+def _chosen(row: Row) -> Exchange:
     chosen = _conversation(row, "chosen")
     rejected = as_messages(row["rejected"], "rejected") if row.get("rejected") else []
     turns = [i for i, message in enumerate(chosen) if message["role"] == "assistant"]
     # the prompt is what both sides share, or else everything before the last answer
-    split = next(
-        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None
-    )
-    if split is None or not any(i >= split for i in turns):
+    split = num_common(chosen, rejected)
+    if split == len(rejected) or not any(i >= split for i in turns):
         split = turns[-1] if turns else 0
     return chosen[:split], chosen[split:]
 
 
+# ---- one function per preference format: row -> prompt and response of both sides ----------------
+
+
+def _pair_after(prompt: str | Messages, row: Row) -> list[Exchange]:
+    sides = [_response_after(prompt, row, column) for column in _SIDES]
+    if not all(isinstance(r, list) and r and r[0]["role"] != "assistant" for _, r in sides):
+        return sides
+    # conversations that do not begin with the prompt: it asks nothing, or is their last question
+    turns = _as_turns(prompt, "user")
+    systems = [m for m in turns[:1] if m["role"] in _SYSTEM]
+    asked = turns[len(systems) :]
+    whole = [_as_turns(response, "assistant") for _, response in sides]
+    split = _split_alike(*(w if w[0]["role"] in _SYSTEM else systems + w for w in whole))
+    shared, _ = split[0]
+    if asked and [_said(m) for m in shared[-len(asked) :]] != [_said(m) for m in asked]:
+        raise Drop("prompts_differ", "neither side goes on from the prompt")
+    return list[Exchange](split)
+
+
+def _split_alike(chosen: Messages, rejected: Messages) -> list[tuple[Messages, Messages]]:
+    """The prompt is what both begin with; of equal ones, all but the last answer."""
+    split = num_common(chosen, rejected)
+    if chosen == rejected:
+        answers = [i for i, message in enumerate(chosen) if message["role"] == "assistant"]
+        split = answers[-1] if answers else split
+    return [(side[:split], side[split:]) for side in (chosen, rejected)]
+
+
+def _split_texts(chosen: str, rejected: str) -> list[Exchange]:
+    """The prompt is what both begin with, up to white space, which belongs to the responses.
+
+    Of dialogues that mark their speakers as HH-RLHF does, it ends with the last mark they share.
+    """
+    split = num_common(chosen, rejected)
+    marked = chosen.rfind(_HH_ANSWER, 0, split)
+    if marked >= 0 and chosen.lstrip().startswith("Human:"):
+        split = marked + len(_HH_ANSWER)
+    else:  # if one text goes on from the end of the other, their last word is a response as well
+        goes_on = not (chosen[split:].strip() and rejected[split:].strip())
+        space = re.search(r"\s+\S+\s*\Z" if goes_on else r"\s+\S*\Z", chosen[:split])
+        split = space.start() if space else 0
+    return [(side[:split], side[split:]) for side in (chosen, rejected)]
+
+
+def _conversations_pair(row: Row) -> list[Exchange]:
+    return _pair_after(_conversation(row, "conversations"), row)
+
+
+def _prompt_pair(row: Row) -> list[Exchange]:
+    return _pair_after(_text_or_turns(row, "prompt"), row)
+
+
+def _messages_pair(row: Row) -> list[Exchange]:
+    messages = _conversation(row, "messages")
+    if isinstance(row["chosen"], list) and messages == _conversation(row, "chosen"):
+        return _pair_alone(row)
+    return _pair_after(messages, row)
+
+
+def _pair_alone(row: Row) -> list[Exchange]:
+    texts = ["" if is_null(row[column]) else row[column] for column in _SIDES]
+    if any(texts) and all(isinstance(text, str) for text in texts):
+        return _split_texts(*texts)
+    return list[Exchange](_split_alike(*(_conversation(row, column) for column in _SIDES)))
+
+
 # in order: of several that fit the first one counts
-_FORMATS: dict[str, Callable[[Row], Pair]] = {
+_FORMATS: dict[str, Callable[[Row], Exchange]] = {
     "messages": _messages,
     "conversations+chosen": _conversations_chosen,
     "conversations": _conversations,
@@ -414,4 +614,10 @@ _FORMATS: dict[str, Callable[[Row], Pair]] = {
     "instruction+output": _instruction,
     "text": _text,
     "chosen": _chosen,
+}
+_PAIR_FORMATS: dict[str, Callable[[Row], list[Exchange]]] = {
+    "conversations+chosen+rejected": _conversations_pair,
+    "prompt+chosen+rejected": _prompt_pair,
+    "messages+chosen+rejected": _messages_pair,
+    "chosen+rejected": _pair_alone,
 }

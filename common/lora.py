@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from common.logprobs import score_head
+
 _NAME = "default"  # peft's name of an adapter that is the only one
 
 
@@ -74,7 +76,8 @@ class Adapter:
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Put adapters into a model on the meta device, in place, and freeze all other parameters.
 
-    The adapters' parameters are float32 whatever the base has.
+    A score head is not adapted but trained itself: there is nothing in it yet to keep. What is
+    trained is float32 whatever the base has.
 
     Raises:
         ValueError: the target does not fit the model; names the flag.
@@ -88,13 +91,15 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         bias="none",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         init_lora_weights=False,  # values come with those of the checkpoint
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if score_head(model) is None else "SEQ_CLS",
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, model)
     for layer in adapted_layers(model).values():
         layer.lora_A.float()
         layer.lora_B.float()
+    if (head := score_head(model)) is not None:
+        head.float().requires_grad_(True)
 
 
 def _check_target(model: PreTrainedModel, target: tuple[str, ...]) -> list[str]:
@@ -138,6 +143,12 @@ def adapter_names(layer_name: str) -> tuple[str, str]:
     return f"{layer_name}.lora_A.{_NAME}.weight", f"{layer_name}.lora_B.{_NAME}.weight"
 
 
+def trained_names(model: nn.Module) -> set[str]:
+    """Clean names of what a model with adapters trains: their matrices and a score head."""
+    names = {name for layer in adapted_layers(model) for name in adapter_names(layer)}
+    return names | {"score.weight"} if names and score_head(model) is not None else names
+
+
 def make_adapter(layer: LoraLinear, a: Tensor, b: Tensor) -> Adapter:
     """A layer's adapter from its gathered matrices."""
     return Adapter(a, b, scaling=layer.scaling[_NAME], transposed=layer.fan_in_fan_out)
@@ -178,12 +189,17 @@ def write_peft_folder(
 
     Args:
         model: with adapters; only their settings are read.
-        state: full matrices by the names of `adapter_names`.
+        state: full tensors by the names of `trained_names`.
         folder: created if missing.
         base: folder or hub name of the model that the adapters belong to.
     """
     configs: Any = model.peft_config
-    config = replace(configs[_NAME], base_model_name_or_path=base, inference_mode=True)
+    config = replace(
+        configs[_NAME],
+        base_model_name_or_path=base,
+        inference_mode=True,
+        modules_to_save=None if score_head(model) is None else ["score"],
+    )
     config.save_pretrained(folder)
     prefix = "base_model.model."  # peft's wrapper around the model, and the model in it
     tensors = {prefix + name.replace(f".{_NAME}.", "."): value for name, value in state.items()}

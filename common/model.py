@@ -1,10 +1,14 @@
-"""Hugging Face weights -> FSDP2-sharded model with attention for packed rows -> HF checkpoint."""
+"""Hugging Face weights -> FSDP2-sharded model with attention for packed rows -> HF checkpoint.
+
+Language models, and reward models: the same decoder with one linear layer that makes a score of the
+last token's hidden state.
+"""
 
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,20 +21,29 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.dist import DistEnv
-from common.logprobs import Boundaries, add_logprobs_method, compute_logprobs
+from common.logprobs import (
+    Boundaries,
+    add_packed_methods,
+    compute_logprobs,
+    compute_scores,
+    score_head,
+)
 from common.lora import LoraSettings, add_adapters, with_adapters, write_peft_folder
-from common.packing import pack
+from common.packing import PackedRow, pack
 from common.weight_sync import stream_adapters
 
 
@@ -65,17 +78,38 @@ def packed_attention(
     """
     if boundaries is None or attention_mask is not None or dropout:
         raise RuntimeError("packed attention needs boundaries and no mask or dropout")
-    seqlens, cu_seqlens = boundaries.seqlens, boundaries.cu_seqlens
+    row = boundaries.row
+    if row.full_index is not None:  # every sequence in full, with the beginning that it shares
+        query, key, value = (
+            x.transpose(1, 2).index_select(1, row.full_index).transpose(1, 2)
+            for x in (query, key, value)
+        )
+    output = _attend(query, key, value, row, scaling, sliding_window, softcap)
+    if row.own_index is not None:
+        output = output.index_select(0, row.own_index)
+    return output[None], None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of full sequences, (1, heads, F, head_dim) each -> (F, heads, head_dim)."""
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         # One fused kernel for all sequences; it exists for 16-bit CUDA tensors only.
-        longest = max(seqlens)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, head_dim)
+        longest = max(row.full_seqlens)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (F, heads, head_dim)
         output = varlen_attn(
             q,
             k,
             v,
-            cu_seqlens,
-            cu_seqlens,
+            row.full_cu_seqlens,
+            row.full_cu_seqlens,
             longest,
             longest,
             scale=scaling,
@@ -83,9 +117,9 @@ def packed_attention(
             enable_gqa=True,
         )
         assert isinstance(output, Tensor)
-        return output[None], None
+        return output
     # Runs of sequences of one length are a batch; the planner puts equal lengths side by side.
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(seqlens)]
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(row.full_seqlens)]
     tokens = [length * count for length, count in runs]
     outputs: list[Tensor] = []
     for (length, count), *qkv in zip(
@@ -108,7 +142,7 @@ def packed_attention(
             else:
                 attended = _softcapped_attention(q, k, v, mask, scaling, softcap)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (count * length, heads, head_dim)
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)
 
 
 def _softcapped_attention(
@@ -126,28 +160,31 @@ def _softcapped_attention(
 AttentionInterface.register("packed", packed_attention)
 
 
-def load_tokenizer(name: str, *, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, *, chat_template: str | None = None, flag: str = "--model"
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name.
 
     Args:
         name: folder or hub name.
         chat_template: file with a Jinja template to use instead of the tokenizer's own.
+        flag: that brought the name, for errors.
 
     Raises:
         ValueError: there is none, or it names no end-of-sequence token.
     """
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"--model={name}: no such folder, and not the form of a hub name")
+        raise ValueError(f"{flag}={name}: no such folder, and not the form of a hub name")
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"--model={name}: holds LoRA adapters; the merged model is in `final`")
+        raise ValueError(f"{flag}={name}: holds LoRA adapters; the merged model is in `final`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model={name}: no tokenizer found ({error})") from error
+        raise ValueError(f"{flag}={name}: no tokenizer found ({error})") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise ValueError(f"--model={name}: the tokenizer makes no token of a text; files missing?")
+        raise ValueError(f"{flag}={name}: the tokenizer makes no token of a text; files missing?")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model={name}: the tokenizer has no eos token, so no response can end")
+        raise ValueError(f"{flag}={name}: the tokenizer has no eos token, so no response can end")
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -164,60 +201,116 @@ def load_generation_config(name: str) -> GenerationConfig | None:
         return None
 
 
+def choose_pad_token(
+    tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], *, flag: str = "--model"
+) -> str:
+    """A padding token for a reward model: one with which no sequence ends.
+
+    A classifier of transformers reads the score at the last token that is not the padding token,
+    of unpadded sequences too: if sequences end with that token, it reads the wrong one. The
+    tokenizer's own padding token stays if it will do; else it is the unknown token, or a special
+    token that neither the model nor the chat template uses.
+
+    Args:
+        tokenizer: from `load_tokenizer`; not changed.
+        stop_ids: ids that end a response; the end-of-sequence token counts as one.
+        flag: that brought the model's name, for errors.
+
+    Raises:
+        ValueError: no token is left, or there is no model beside the tokenizer.
+    """
+    name = tokenizer.name_or_path
+    ends: tuple[Any, ...] = (tokenizer.eos_token_id, *stop_ids)
+    template = str(tokenizer.chat_template)
+    unused = {
+        token_id: token.content.lower()
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id != tokenizer.bos_token_id and token.content not in template
+    }
+    # First those that are there for nothing else: a template may put other tokens together.
+    spare = ("pad", "reserved", "unused")
+    by_name = sorted(unused, key=lambda i: (not any(w in unused[i] for w in spare), i))
+    own: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id]
+    num_embeddings = _read_config(name, flag).get_text_config().vocab_size
+    for token_id in own + by_name:
+        if token_id is not None and token_id not in ends and token_id < num_embeddings:
+            return str(tokenizer.convert_ids_to_tokens(token_id))
+    raise ValueError(
+        f"{flag}={name}: no token is left for padding, which must not be one that ends sequences; "
+        "add one to the tokenizer"
+    )
+
+
+def _read_config(name: str, flag: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag}={name}: no model found ({error})") from error
+
+
 def load_model(
     name: str,
     env: DistEnv,
     *,
     dtype: torch.dtype,
+    head: Literal["lm", "score"] = "lm",
+    new_head: bool = False,
     trainable: bool = True,
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
     compile: bool = False,  # noqa: A002
     lora: LoraSettings | None = None,
     seed: int = 0,
+    flag: str = "--model",
 ) -> PreTrainedModel:
-    """Load a causal language model and shard it over the ranks.  # collective: all ranks
+    """Load a language or reward model and shard it over the ranks.  # collective: all ranks
 
     Rank 0 reads the checkpoint into host memory and sends each parameter to the shards of the
     others, so any checkpoint that transformers reads will do, and only one host holds it whole.
     Trained parameters and gradient reductions are fp32 whatever the compute `dtype`: AdamW on bf16
     parameters loses small updates (bf16 has 0.0078 between neighbours just above 1). Frozen ones
-    (a reference model, the base under LoRA) are in `dtype`.
+    (a reference model, the base under LoRA) are in `dtype`, but for the head of a reward model:
+    that is fp32, and so is the product with it.
 
     Args:
         name: folder or hub name.
         env: device and mesh.
         dtype: compute dtype of forward and backward: float32 or bfloat16.
+        head: "lm" for a causal language model, "score" for a reward model, whose checkpoint is a
+            sequence classifier of transformers with one output.
+        new_head: let a checkpoint without a score head have one, drawn from N(0, 1 / (D + 1))
+            (Stiennon et al. 2020, arXiv:2009.01325); a trained one is kept.
         trainable: False for a reference model: no gradients.
         activation_checkpointing: recompute each layer in backward; less memory, same results.
         cpu_offload: keep parameters, gradients and with them the optimizer state in host memory;
             only the layers at work are on the GPU. Much less GPU memory, much slower.
         compile: let torch.compile fuse what lies between the matrix products of each layer.
         lora: train adapters instead of the model's own parameters, which are frozen.
-        seed: of the adapters' initial values.
+        seed: of the initial values of adapters and of a new head; the global generator is not used.
+        flag: that brought the name, for errors.
 
     Returns:
-        The model in eval mode (no dropout anywhere), with a `logprobs` method (logprobs.py).
+        The model in eval mode (no dropout anywhere), for `compute_logprobs` or `compute_scores`.
 
     Raises:
-        ValueError: no model is found under `name`, or it is not a plain dense text model, or the
-            adapters do not fit it.
+        ValueError: no model is found under `name`, or it is not a plain dense text model, or has
+            another head, or the adapters do not fit it.
     """
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model={name}: no model found ({error})") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"--model={name}: model type {config.model_type!r} is not a causal LM")
-    if hasattr(config, "vision_config"):
-        raise ValueError(f"--model={name}: {config.model_type!r} takes images; text models only")
+    config = _read_config(name, flag)
+    _check_config(config, head, f"{flag}={name}")
     assert trainable or lora is None, "a frozen model has no use for adapters"
     base_dtype = torch.float32 if trainable and lora is None else dtype
     config.dtype = base_dtype
+    if head == "score":
+        config.num_labels = 1
+    auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=base_dtype, attn_implementation="packed"
-        )
+        model = auto.from_config(config, dtype=base_dtype, attn_implementation="packed")
+    if head == "score":
+        layer = score_head(model)
+        if layer is None:
+            raise ValueError(f"{flag}={name}: {type(model).__name__} has no linear layer `score`")
+        layer.float()
     if lora is not None:
         add_adapters(model, lora)
     elif not trainable:
@@ -236,8 +329,17 @@ def load_model(
     model.to_empty(device="cpu" if cpu_offload else env.device)
     if not sharded:
         model.tie_weights()  # new storage unties plain parameters; FSDP's stay one
-    add_logprobs_method(model)
-    _load_from_rank0(model, name, env, base_dtype, exact=dtype == torch.float32, seed=seed)
+    add_packed_methods(model)
+    _load_from_rank0(
+        model,
+        name,
+        env,
+        base_dtype,
+        new_head=new_head,
+        exact=dtype == torch.float32,
+        seed=seed,
+        flag=flag,
+    )
     # No dropout, ever: it would make old and new log-probs differ by noise. Layers ask for
     # `training` before they checkpoint activations; the flag alone switches no dropout on.
     model.eval()
@@ -246,6 +348,23 @@ def load_model(
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
     return model
+
+
+def _check_config(config: PretrainedConfig, head: Literal["lm", "score"], place: str) -> None:
+    """Refuse checkpoints of other models than this module's; `place` begins the error."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{place}: model type {config.model_type!r} is not a causal LM")
+    if hasattr(config, "vision_config"):
+        raise ValueError(f"{place}: {config.model_type!r} takes images; text models only")
+    classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
+    if head == "lm" and classifier:
+        raise ValueError(f"{place}: is a reward model or classifier, not a language model")
+    if head == "score" and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"{place}: transformers has no sequence classifier of model type {config.model_type!r}"
+        )
+    if head == "score" and classifier and config.num_labels != 1:
+        raise ValueError(f"{place}: its head has {config.num_labels} outputs, not one score")
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -273,6 +392,9 @@ def _shard(model: PreTrainedModel, env: DistEnv, *, dtype: torch.dtype, cpu_offl
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
     for layer in _layers(model):
         fully_shard(layer, **options)
+    if (head := score_head(model)) is not None:  # in a group of its own, it is not cast to bf16
+        exact: dict[str, Any] = options | {"mp_policy": MixedPrecisionPolicy()}
+        fully_shard(head, **exact)
     # Embedding and head stay in the root's group: they may be one tied tensor.
     fully_shard(model, **options)
     for module in model.modules():
@@ -288,16 +410,25 @@ def _load_from_rank0(
     env: DistEnv,
     base_dtype: torch.dtype,
     *,
+    new_head: bool,
     exact: bool,
     seed: int,
+    flag: str,
 ) -> None:
     """Fill the sharded, uninitialised `model` from the checkpoint that rank 0 reads, and check that
-    its packed log-probs are those of the plain model.
+    its packed log-probs or scores are those of the plain model.
     """
+    scores = score_head(model) is not None
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     test_ids = [
-        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (17, 9, 9, 30)
+        torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (17, 9, 9, 30, 20)
+    ]
+    test_ids[4][:12] = test_ids[3][:12]  # which the row lays out once
+    shared = [0, 0, 0, 0, 12]
+    masks = [
+        [count == 0 or t > count for t in range(len(ids))]
+        for ids, count in zip(test_ids, shared, strict=True)
     ]
     expected: list[Tensor] = []
     state: dict[str, Any] = {}
@@ -305,18 +436,16 @@ def _load_from_rank0(
     buffers: dict[str, Tensor] = {}
     if env.rank == 0:
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=base_dtype,
-                attn_implementation="eager",  # what the others leave out (soft caps) it has
-                output_loading_info=True,
-            )
-            full, report = loaded
+            full, missing = _read_checkpoint(name, type(model.config), base_dtype, scores=scores)
+            if new_head and missing == ["score.weight"]:
+                _draw_head(full, seed)
+            elif missing == ["score.weight"]:
+                failure = "no trained head (score.weight); train one with reward_model.py"
+            elif missing:  # transformers would go on with random values
+                failure = f"the checkpoint lacks {missing[:3]}"
             state = with_adapters(model, full.state_dict(), seed=seed)
-            if report["missing_keys"]:  # transformers would go on with random values
-                failure = f"the checkpoint lacks {sorted(report['missing_keys'])[:3]}"
-            full.eval()
-            expected = [_plain_logprobs(full, ids) for ids in test_ids]
+            measure = _plain_score if scores else _plain_logprobs
+            expected = [measure(full, ids, mask) for ids, mask in zip(test_ids, masks, strict=True)]
             # Buffers that no checkpoint stores (rotary frequencies) are lost on the meta device.
             buffers = {key: value.cpu() for key, value in full.named_buffers()}
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -326,7 +455,7 @@ def _load_from_rank0(
     dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
     failure, buffers = outcome
     if failure is not None:
-        raise ValueError(f"--model={name}: {failure}")
+        raise ValueError(f"{flag}={name}: {failure}")
     set_model_state_dict(
         model,
         state,
@@ -336,36 +465,91 @@ def _load_from_rank0(
         module_name, _, leaf = key.rpartition(".")
         setattr(model.get_submodule(module_name), leaf, value.to(env.device))
 
-    # Packed log-probs against plain transformers. An architecture may mix tokens in other ways than
+    # A packed row against plain transformers. An architecture may mix tokens in other ways than
     # attention (state spaces, ALiBi, sinks) or scale its logits; then packing would be wrong.
-    row = pack(range(len(test_ids)), test_ids, [[True] * len(ids) for ids in test_ids])
+    row = pack(range(len(test_ids)), test_ids, masks, shared=shared)
     with torch.no_grad():
-        ours = compute_logprobs(model.eval(), row.to(env.device))[0].cpu()
+        if scores:
+            ours = compute_scores(model.eval(), row.to(env.device)).cpu()
+        else:
+            ours = torch.cat(row.split(compute_logprobs(model.eval(), row.to(env.device))[0].cpu()))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the optimizer must find the fp32 shards, not their gathered copies
     if env.rank == 0:
         theirs = torch.cat(expected)
-        gaps = (torch.cat(row.split(ours)) - theirs).abs()
-        gap, limit = gaps.max(), 2e-5 * (1 + theirs.abs().max())
-        if not exact:
-            gap, limit = gaps.mean(), torch.tensor(0.15)
+        gaps = (ours - theirs).abs()
+        scale = 1 + theirs.abs().max()
+        # A score is a sum that nearly cancels: 8e-6 of rounding in one of 2, of a 135M model.
+        gap, limit = gaps.max(), (1e-4 if scores else 2e-5) * scale
+        if not exact:  # nor has it a scale of its own, as a log-prob has
+            gap, limit = gaps.mean(), 0.15 * (scale if scores else torch.ones(()))
         if not gap <= limit:
             failure = (
-                f"its log-probs in packed rows differ from plain transformers by {gap:.2g}; "
+                f"its {'scores' if scores else 'log-probs'} in packed rows differ from plain "
+                f"transformers by {gap:.2g}; "
                 f"{type(model).__name__.removeprefix('FSDP')} computes something that common/ lacks"
             )
     outcome = [failure]
     dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
     if outcome[0] is not None:
-        raise ValueError(f"--model={name}: {outcome[0]}")
+        raise ValueError(f"{flag}={name}: {outcome[0]}")
+
+
+def _read_checkpoint(
+    name: str, config_class: type[PretrainedConfig], dtype: torch.dtype, *, scores: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """The plain model in host memory, and the names of what the checkpoint does not have."""
+    reader: Any = AutoModelForCausalLM
+    settings: dict[str, Any] = {}
+    if scores:
+        # The same class, but it reads the head in fp32 whatever the others are read in.
+        plain: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+        reader = type(plain.__name__, (plain,), {"_keep_in_fp32_modules_strict": {"score"}})
+        settings["num_labels"] = 1
+    with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
+        full, report = reader.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation="eager",  # what the others leave out (soft caps) it has
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
+            **settings,
+        )
+    for key, *shapes in report["mismatched_keys"]:
+        found, wanted = (tuple(shape) for shape in shapes)
+        raise ValueError(f"{key} has the shape {found} in the checkpoint, not {wanted}")
+    if scores:
+        if any(key.startswith("score.") for key in report["unexpected_keys"]):
+            raise ValueError("its head is not that of a sequence classifier")
+        full.score.float().register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        # or a sequence that happens to end with this token would be scored elsewhere
+        full.config.get_text_config().pad_token_id = None
+    return full.eval(), sorted(report["missing_keys"])
 
 
 @torch.no_grad()
-def _plain_logprobs(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    """(len(ids) - 1,) log-probs of a sequence by the model's own forward."""
+def _draw_head(model: PreTrainedModel, seed: int) -> None:
+    """Initial values of a score head, N(0, 1 / (D + 1)), which depend on the seed alone."""
+    head = score_head(model)
+    assert head is not None
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(head.weight.shape, generator=generator)
+    head.weight.copy_(values * (head.in_features + 1) ** -0.5)
+
+
+@torch.no_grad()
+def _plain_logprobs(model: PreTrainedModel, ids: list[int], mask: list[bool]) -> Tensor:
+    """Log-probs of a sequence's trained tokens by the model's own forward."""
     logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return logprobs[torch.tensor(mask[1:])]
+
+
+@torch.no_grad()
+def _plain_score(model: PreTrainedModel, ids: list[int], mask: list[bool]) -> Tensor:
+    """(1,) score of a whole sequence by the model's own forward; the mask plays no part."""
+    return model(torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
 def clip_grad_norm(model: PreTrainedModel, max_norm: float) -> float:
@@ -386,23 +570,31 @@ def export_hf(
     path: Path,
     source: str,
     stop_token_ids: list[int],
+    score_bias: float | None = None,
 ) -> None:
     """Write a checkpoint that transformers and vLLM load as it is.  # collective: all ranks
 
-    It is written beside `path` and renamed, so a folder of that name is always whole.
+    It is written beside `path` and renamed, so a folder of that name is always whole. A reward
+    model becomes a sequence classifier with one output, to which no loader applies a sigmoid.
 
     Args:
         model, tokenizer: what to write; the tokenizer brings its chat template.
         tensors: every full tensor by HF name (`weight_sync.stream_full_tensors`).
         path: folder to write; an older one is replaced.
         source: the checkpoint the run started from, whose config is kept.
-        stop_token_ids: ids that end a response, for the generation config.
+        stop_token_ids: ids that end a response, for a language model's generation config. A reward
+            model's tokenizer must pad with another one (`choose_pad_token`).
+        score_bias: what is to be added to a reward model's scores, written into the config: the
+            head itself has no bias.
     """
+    if score_head(model) is not None:
+        ends = (None, tokenizer.eos_token_id, *stop_token_ids)
+        assert tokenizer.pad_token_id not in ends, "choose_pad_token comes first"
     _write_folder(
         path,
         tensors,
         lambda folder, state: _write_checkpoint(
-            model, tokenizer, state, folder, source, stop_token_ids
+            model, tokenizer, state, folder, source, stop_token_ids, score_bias
         ),
     )
 
@@ -466,6 +658,7 @@ def _write_checkpoint(
     folder: Path,
     source: str,
     stop_token_ids: list[int],
+    score_bias: float | None,
 ) -> None:
     dtype = next(iter(state.values())).dtype
     model.save_pretrained(folder, state_dict=state)
@@ -474,6 +667,15 @@ def _write_checkpoint(
     config = AutoConfig.from_pretrained(source)
     config.architectures = model.config.architectures
     config.dtype = dtype
+    if score_head(model) is not None:
+        config.num_labels = 1
+        config.problem_type = "regression"  # without it, pipeline() and vLLM apply a sigmoid
+        # The classifier looks for padding by the text part's id, the tokenizer pads by its own.
+        config.pad_token_id = tokenizer.pad_token_id
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        config.score_bias = score_bias
+        config.save_pretrained(folder)
+        return
     config.save_pretrained(folder)
     # Sampling fields of published generation configs are often inconsistent, and saving such a
     # one raises after days of training. Only what ends or pads a response is kept.

@@ -9,7 +9,12 @@ entry t describes the prediction made at position t (p prompt, r response, two s
     position_ids   0   1   2   3   4   | 0   1   2
     cu_seqlens     0                     5           8
 
-Dims: T tokens of a row, S sequences of a row; sequences are numbered as in the caller's own lists.
+Sequences with a common beginning may share it: it is laid out, and computed, once. Attention then
+gathers every sequence in full, so that results are those of separate sequences (Wang and Hegde
+2024, arXiv:2410.20305).
+
+Dims: T tokens of a row, S sequences of a row, F tokens of its sequences in full (T, unless some
+share their beginnings); sequences are numbered as in the caller's own lists.
 """
 
 import bisect
@@ -126,9 +131,18 @@ class PackedRow:
     sequence_ids: list[int]
     """(S,); each sequence's index in the caller's lists; empty for a dummy row"""
     seqlens: list[int]
-    """(S,) tokens of each sequence, as ints: reading cu_seqlens would be a host sync"""
+    """(S,) tokens that each sequence lays out itself, as ints: reading cu_seqlens would be a host
+    sync"""
     response_lengths: list[int]
     """(S,) True entries of response_mask in each sequence"""
+    full_seqlens: list[int]
+    """(S,) tokens of each sequence, those that it shares included"""
+    full_cu_seqlens: Tensor
+    """(S+1,) i32; boundaries of the full sequences"""
+    full_index: Tensor | None = None
+    """(F,) i64; where in the row each token of the full sequences is; None if nothing is shared"""
+    own_index: Tensor | None = None
+    """(T,) i64; where among the F tokens each token of the row is; None if nothing is shared"""
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +200,21 @@ class PackedRow:
             out.masked_scatter_(self.response_mask, torch.cat(flat))
         return out
 
+    def sum_sequences(self, values: Tensor) -> Tensor:
+        """Sum over the tokens of each sequence.
+
+        Args:
+            values: (T,) float, 0 outside the response_mask; gradients flow back.
+
+        Returns:
+            (S,) f64 on the row's device, in the order of sequence_ids; (0,) for a dummy row, still
+            a function of `values`, so that every rank can run a backward.
+        """
+        sums = values.new_zeros(len(self.seqlens), dtype=torch.float64)
+        index = torch.arange(len(self.seqlens), device=values.device)
+        index = index.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
+        return sums.index_add(0, index, values.double())[: len(self.sequence_ids)]
+
     def split(self, values: Tensor) -> list[Tensor]:
         """Per sequence, the values at its trained tokens; the inverse of `lay_out`.
 
@@ -209,6 +238,8 @@ def pack(
     sequence_ids: Sequence[int],
     input_ids: Sequence[Sequence[int]],
     masks: Sequence[Sequence[bool]],
+    *,
+    shared: Sequence[int] | None = None,
 ) -> PackedRow:
     """Lay sequences end to end.
 
@@ -221,12 +252,15 @@ def pack(
             a forward without data of its own.
         input_ids: token ids of each sequence, parallel to sequence_ids.
         masks: per sequence and token, whether the token is to be trained (as a target).
+        shared: per sequence, how many of its first tokens are not laid out again, because the
+            nearest earlier sequence with a 0 here begins with the same ones. The last of them
+            predicts nothing for this sequence: its masks[i][: shared[i] + 1] must be False.
 
     Returns:
         The row, on the CPU.
 
     Raises:
-        ValueError: lengths do not match, or a sequence is empty.
+        ValueError: lengths do not match, a sequence is empty, or what is said to be shared is not.
     """
     if not len(sequence_ids) == len(input_ids) == len(masks):
         raise ValueError(
@@ -237,26 +271,52 @@ def pack(
             raise ValueError(
                 f"sequence {sequence_id} has {len(ids)} tokens and a mask of {len(mask)}"
             )
+    shared = [0] * len(sequence_ids) if shared is None else shared
     tokens: list[int] = []
     targets: list[int] = []
     positions: list[int] = []
     response_mask: list[bool] = []
-    seqlens = [len(ids) for ids in input_ids]
-    for ids, mask in zip(input_ids, masks, strict=True):
-        tokens += ids
-        targets += [*ids[1:], -1]
-        positions += range(len(ids))
-        response_mask += [*mask[1:], False]
+    full_index: list[int] = []
+    own_index: list[int] = []
+    leader, leader_start = 0, 0  # the sequence that the next ones share with, its place in the row
+    for i, (ids, mask, count) in enumerate(zip(input_ids, masks, shared, strict=True)):
+        if count == 0:
+            leader, leader_start = i, len(tokens)
+        elif not (
+            0 < count < len(ids) and i > leader and ids[:count] == input_ids[leader][:count]
+        ) or any(mask[: count + 1]):
+            raise ValueError(
+                f"sequence {sequence_ids[i]} does not share {count} untrained tokens with sequence "
+                f"{sequence_ids[leader]}"
+            )
+        full_index += range(leader_start, leader_start + count)
+        own_index += range(len(full_index), len(full_index) + len(ids) - count)
+        full_index += range(len(tokens), len(tokens) + len(ids) - count)
+        tokens += ids[count:]
+        targets += [*ids[count + 1 :], -1]
+        positions += range(count, len(ids))
+        response_mask += [*mask[count + 1 :], False]
+    full_seqlens = [len(ids) for ids in input_ids]
+    seqlens = [length - count for length, count in zip(full_seqlens, shared, strict=True)]
     if not seqlens:
         tokens, targets, positions, response_mask = [0, 0], [-1, -1], [0, 1], [False, False]
-        seqlens = [2]
+        seqlens = full_seqlens = [2]
+    shares = len(full_index) > len(tokens)
     return PackedRow(
         input_ids=torch.tensor(tokens, dtype=torch.int64),
         target_ids=torch.tensor(targets, dtype=torch.int64),
         position_ids=torch.tensor(positions, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(seqlens)], dtype=torch.int32),
+        cu_seqlens=_boundaries(seqlens),
         response_mask=torch.tensor(response_mask, dtype=torch.bool),
         sequence_ids=list(sequence_ids),
         seqlens=seqlens,
         response_lengths=[sum(map(bool, mask[1:])) for mask in masks],
+        full_seqlens=full_seqlens,
+        full_cu_seqlens=_boundaries(full_seqlens),
+        full_index=torch.tensor(full_index) if shares else None,
+        own_index=torch.tensor(own_index) if shares else None,
     )
+
+
+def _boundaries(seqlens: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(seqlens)], dtype=torch.int32)

@@ -3,7 +3,7 @@
 Built in: `math` (answers compared through math-verify) and `exact` (string equality). A user
 function has the signature of TRL, `fn(prompts, completions, **columns) -> list[float | None]`, or
 of verl, `compute_score(data_source, solution_str, ground_truth, extra_info) -> float`. None means
-"not scored".
+"not scored". Reward models, `model:PATH`, are loaded and asked by `common/scoring.py`.
 
 User code and sympy may hang, crash or print, so none of it runs in the trainer: each worker is a
 fresh interpreter (neither torch nor the training script is imported) that speaks length-prefixed
@@ -33,13 +33,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+MODEL = "model:"  # before the folder or hub name of a reward model
 START_TIMEOUT_S = 300.0  # imports of a user's reward file, on a cold network file system
 
 Sample = tuple[Any, str, dict[str, Any]]  # prompt, completion text, columns
@@ -217,12 +218,13 @@ def validate_golds(
     if to_parse:  # sympy on unseen text: in workers, because some of it never returns
         golds = list({gold for _, gold in to_parse})
         num_workers = min(4, 1 + len(golds) // 1000)
-        scorer = RewardScorer([_CHECK_GOLD], None, timeout_s=timeout_s, num_workers=num_workers)
+        scorer = RewardScorer([_CHECK_GOLD], timeout_s=timeout_s, num_workers=num_workers)
         try:
             batch = scorer.score(golds, golds, [{}] * len(golds))
         finally:
             scorer.close()
-        parses = {gold: score == 1.0 for gold, score in zip(golds, batch.scores, strict=True)}
+        values = batch.components[_CHECK_GOLD]
+        parses = {gold: value == 1.0 for gold, value in zip(golds, values, strict=True)}
         for i, gold in to_parse:
             kept[i] = parses[gold]
             counts["unparsable_gold"] += not kept[i]
@@ -236,23 +238,85 @@ def validate_golds(
     return [row for row, keep in zip(rows, kept, strict=True) if keep], counts
 
 
+# ---- several rewards -----------------------------------------------------------------------------
+
+
+def reward_weights(names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
+    """Weight of each reward by its name as given to `--rewards`, in order; None is 1.0 each.
+
+    Raises:
+        ValueError: a name occurs twice, a reward model has no path, or the weights do not fit.
+    """
+    if len(set(names)) != len(names):
+        raise ValueError(f"--rewards={' '.join(names)}: expected different names")
+    if MODEL in names:
+        raise ValueError(
+            f"--rewards={MODEL} needs a folder or hub name, as in {MODEL}runs/rm/final"
+        )
+    weights = [1.0] * len(names) if weights is None else weights
+    if len(weights) != len(names) or not all(math.isfinite(w) for w in weights):
+        raise ValueError(
+            f"--reward_weights={' '.join(map(str, weights))}: expected a finite number for each of "
+            f"the {len(names)} --rewards"
+        )
+    return dict(zip(names, weights, strict=True))
+
+
+def reward_labels(names: Sequence[str]) -> dict[str, str]:
+    """Short label of each reward for metrics and samples; its whole name where two share one.
+
+    A function goes by its own name, a reward model by its folder's, or that of the run if the
+    folder is a run's `final`.
+    """
+    short: list[str] = []
+    for name in names:
+        path = Path(name.removeprefix(MODEL))
+        if not name.startswith(MODEL):
+            short.append(name.rpartition(":")[2])
+        else:
+            short.append((path.name == "final" and path.parent.name) or path.name)
+    return {n: s if short.count(s) == 1 else n for n, s in zip(names, short, strict=True)}
+
+
+def combine_rewards(
+    components: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+    lost: Sequence[bool],
+) -> list[float | None]:
+    """Score of each sample: the weighted sum of its components that are not None.
+
+    Args:
+        components: values of each reward, one per sample; None is "not scored".
+        weights: of the same rewards; they are added up in this order.
+        lost: samples that lost a component against the will of its judge: to an exception, a
+            time-out, or because a reward model cannot read the response.
+    Returns:
+        One score per sample; None where all components are, or where one was lost: a sum without
+        that part would punish the sample for a crash of its judge, or let it escape from one.
+    """
+    scores: list[float | None] = []
+    for s, without_score in enumerate(lost):
+        values = [(weights[name], components[name][s]) for name in weights]
+        scored = [weight * value for weight, value in values if value is not None]
+        scores.append(sum(scored) if scored and not without_score else None)
+    return scores
+
+
 # ---- scorer: the trainer's side ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Scores in the caller's order; None is "not scored", also after an exception or time-out."""
+    """Values in the caller's order; None is "not scored", also after an exception or time-out."""
 
-    scores: list[float | None]
-    """weighted sum of the components that are not None; None where all are, or where one failed"""
     components: dict[str, list[float | None]]
-    """unweighted values by function name (as given to `--rewards` where two share a name)"""
+    """by name as given to `--rewards`"""
     exceptions: int
     """(sample, component) pairs lost to an exception, a dead worker or an invalid value"""
     timeouts: int
     """(sample, component) pairs lost to the deadline"""
-    failed: int
-    """samples that lost at least one component to either"""
+    failed: list[bool]
+    """whether a sample lost at least one component to either"""
     first_traceback: str | None
     """of the first exception, for one log line"""
 
@@ -265,43 +329,27 @@ class RewardScorer:
     a reward hangs.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        weights: Sequence[float] | None = None,
-        *,
-        timeout_s: float,
-        num_workers: int = 1,
-    ):
+    def __init__(self, names: Sequence[str], *, timeout_s: float, num_workers: int = 1):
         """Check the names and start the workers.
 
         Args:
-            names: `math`, `exact` or `path/to/file.py:function`.
-            weights: one per name; None is 1.0 each.
+            names: `math`, `exact` or `path/to/file.py:function`, each once; without any there is
+                nothing to score and no worker.
             timeout_s: seconds that one call may take. `math`, `exact` and functions of verl's kind
                 are called per sample. One of TRL's kind is called once for the whole chunk of a
                 worker; when that is late, its samples are scored again one by one.
             num_workers: processes; a batch is cut into that many contiguous chunks.
         Raises:
-            ValueError: unknown name, missing file or function, or weights that do not fit.
+            ValueError: unknown name, or missing file or function.
         """
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"--rewards={' '.join(names)}: expected one or more different names")
-        weights = [1.0] * len(names) if weights is None else list(weights)
-        if len(weights) != len(names) or not all(math.isfinite(w) for w in weights):
-            raise ValueError(
-                f"--reward_weights={weights}: expected a finite number for each of the "
-                f"{len(names)} --rewards"
-            )
         if not timeout_s > 0:
             raise ValueError(f"--reward_timeout_s={timeout_s}: must be positive")
         if num_workers < 1:
             raise ValueError(f"--reward_workers={num_workers}: must be at least 1")
-        short = [name.rpartition(":")[2] for name in names]
-        self.labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
-        self.weights = weights
+        self.names = list(names)
         specs = [_checked_spec(name) for name in names]
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        num_workers = num_workers if names else 0
         self._workers = [_Worker(specs, timeout_s, self._jobs) for _ in range(num_workers)]
         for worker in self._workers:
             worker.start()
@@ -329,30 +377,22 @@ class RewardScorer:
         """
         self.wait_ready()
         samples: list[Sample] = list(zip(prompts, completions, columns, strict=True))
-        size = max(1, -(-len(samples) // len(self._workers)))
+        size = max(1, -(-len(samples) // max(1, len(self._workers))))
         futures: list[list[Future[list[Result]]]] = []
-        for component in range(len(self.labels)):
+        for component in range(len(self.names)):
             futures.append([])
             for start in range(0, len(samples), size):
                 futures[-1].append(Future())
                 self._jobs.put((futures[-1][-1], component, samples[start : start + size]))
         results = [[r for future in chunks for r in future.result()] for chunks in futures]
-        scores: list[float | None] = []
-        failed = 0
-        for values in zip(*results, strict=True):
-            scored = [
-                w * v[0] for w, v in zip(self.weights, values, strict=True) if v[0] is not None
-            ]
-            broken = any(v[1] is not None or v[2] for v in values)
-            failed += broken
-            # A sum without the failed part would punish the sample for a crash of its judge.
-            scores.append(sum(scored) if scored and not broken else None)
         errors = [r[1] for component in results for r in component if r[1] is not None]
         return RewardBatch(
-            scores=scores,
-            components={n: [r[0] for r in rs] for n, rs in zip(self.labels, results, strict=True)},
+            components={n: [r[0] for r in rs] for n, rs in zip(self.names, results, strict=True)},
             exceptions=len(errors),
-            failed=failed,
+            failed=[
+                any(component[s][1] is not None or component[s][2] for component in results)
+                for s in range(len(samples))
+            ],
             timeouts=sum(r[2] for component in results for r in component),
             first_traceback=errors[0] if errors else None,
         )
@@ -374,7 +414,8 @@ def _checked_spec(name: str) -> tuple[str, str]:
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ValueError(
-            f"--rewards={name}: expected {', '.join(_BUILTINS)} or path/to/file.py:function"
+            f"--rewards={name}: expected {', '.join(_BUILTINS)}, path/to/file.py:function or "
+            f"{MODEL}PATH"
         )
     path = Path(file).expanduser().absolute()
     if not path.is_file():

@@ -15,7 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.lora import Adapter, adapted_layers, adapter_names, clean_name, make_adapter
+from common.lora import (
+    Adapter,
+    adapted_layers,
+    adapter_names,
+    clean_name,
+    make_adapter,
+    trained_names,
+)
 
 if TYPE_CHECKING:
     from common.engine import Engine
@@ -81,13 +88,15 @@ def stream_full_tensors(
     layers = adapted_layers(model)
     gathered = dict(stream_adapters(model, bucket_bytes=bucket_bytes))
     adapters: dict[str, Adapter] = {}  # by the name of the weight that they add to
+    merged: set[str] = set()  # matrices that have no name of their own in the stream
     for name, layer in layers.items():
         name_a, name_b = adapter_names(name)
         adapters[f"{name}.weight"] = make_adapter(layer, gathered[name_a], gathered[name_b])
+        merged |= {name_a, name_b}
     base = (
         _Source(names, parameter, adapters.get(names[0]))
         for names, parameter in _named_parameters(model, alias_lm_head)
-        if names[0] not in gathered
+        if names[0] not in merged
     )
     yield from _gather(base, dtype, bucket_bytes)
 
@@ -95,14 +104,14 @@ def stream_full_tensors(
 def stream_adapters(
     model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full f32 tensor) of the adapters' matrices.  # collective: all ranks
+    """Yield (name, full f32 tensor) of what a LoRA run trains.  # collective: all ranks
 
-    Names as in `lora.adapter_names`; nothing comes from a model without adapters.
+    Names as in `lora.trained_names`; nothing comes from a model without adapters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward may have left full copies, older than the shards
-    wanted = {name for layer in adapted_layers(model) for name in adapter_names(layer)}
+    wanted = trained_names(model)
     adapters = (
         _Source(names, parameter)
         for names, parameter in _named_parameters(model, alias_lm_head=False)

@@ -4,12 +4,17 @@ r"""Speed of our scripts against a peer's, alternately on the same machine, mode
     python scripts/benchmark.py grpo --model runs/demo/sft/final --dataset runs/demo/toy/rl.jsonl \
         --prompts 32 --samples 8 --tokens 12
     python scripts/benchmark.py sft --rounds 3 --steps 20
+    python scripts/benchmark.py dpo --rounds 3 --steps 20
+    python scripts/benchmark.py reward_model --rounds 3 --steps 20
 
 grpo: one optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which
 hardly ever stops early, so both sides sample the same number of tokens. sft: P prompts with their
-completions, of log-normal lengths. The first steps of every run are dropped. Numbers in the README
-come from here: medians over rounds and ratios within a round, because the speed of a shared machine
-drifts.
+completions, of log-normal lengths. dpo, reward_model: P pairs, likewise; TRL's "grouped" has a
+sampler that puts pairs of one length together, which TRL itself does not offer for pairs, and its
+"precomputed" reference log-probs are not timed, as ours are not. Tokens of pairs are those of both
+sides in full, however they are computed. The first steps of every run are dropped. Numbers in the
+README come from here: medians over rounds and ratios within a round, because the speed of a shared
+machine drifts.
 """
 
 import argparse
@@ -27,6 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 3
+DEFAULTS = {"grpo": (8, 64), "sft": (16, 512), "dpo": (8, 512), "reward_model": (8, 512)}
+"""what is raced -> prompts or pairs of a step, longest completion or sequence"""
 RACE_OPTIONS = (
     *("what", "steps", "prompts", "samples", "tokens", "threads", "dtype"),
     *("model", "dataset"),
@@ -90,6 +97,11 @@ def make_task(folder: Path) -> None:
     with (folder / "sft.jsonl").open("w") as file:
         for _ in range(2000):
             row = {"prompt": text(40, 0.6, 120), "completion": " " + text(80, 0.7, 380)}
+            file.write(json.dumps(row) + "\n")
+    with (folder / "pairs.jsonl").open("w") as file:
+        for _ in range(2000):
+            row = {"prompt": text(40, 0.6, 120)}
+            row |= {side: " " + text(80, 0.7, 380) for side in ("chosen", "rejected")}
             file.write(json.dumps(row) + "\n")
 
 
@@ -170,6 +182,35 @@ def ours_sft(folder: Path, options: argparse.Namespace, ranks: int, **flags: Any
         "step_s": means["time/step_s"],
         "tokens": means["data/tokens"],
         "targets": means["policy/loss_tokens"],
+        "padding": means["data/padding"],
+        "peak_gb": rows[-1]["memory/peak_gb"],
+    }
+
+
+def ours_pairs(
+    folder: Path, options: argparse.Namespace, ranks: int, **flags: Any
+) -> dict[str, Any]:
+    """One run of dpo.py or reward_model.py; mean seconds and tokens of a step."""
+    rows = run_script(
+        f"{options.what}.py",
+        folder,
+        options,
+        ranks,
+        {
+            "model": options.model or folder / "model",
+            "dataset": options.dataset or folder / "pairs.jsonl",
+            "pairs_per_step": options.prompts,
+            "max_sequence_tokens": options.tokens,
+            "lr_schedule": "constant",
+            **({} if options.model else {"prompt_format": "text"}),
+            **flags,
+        },
+    )
+    means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+    return {
+        "step_s": means["time/step_s"],
+        "pairs_per_s": options.prompts / means["time/step_s"],
+        "tokens": means["data/tokens"] + means["data/shared_tokens"],
         "padding": means["data/padding"],
         "peak_gb": rows[-1]["memory/peak_gb"],
     }
@@ -295,6 +336,86 @@ def run_trl_sft(settings: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
+def run_trl_pairs(settings: dict[str, Any]) -> None:
+    """TRL's DPOTrainer or RewardTrainer; prints one JSON line."""
+    import resource
+
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+    folder = Path(settings["folder"])
+    is_dpo = settings["what"] == "dpo"
+    seconds: list[float] = []
+    counts: list[list[int]] = []  # [tokens, slots] of each step
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+            counts.append([0, 0])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    trainer_class: Any = DPOTrainer if is_dpo else RewardTrainer
+
+    class Counted(trainer_class):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[-1][0] += int(inputs["attention_mask"].sum())
+            counts[-1][1] += inputs["attention_mask"].numel()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            if "grouped" not in settings["mode"]:
+                return super()._get_train_sampler(train_dataset)
+            sides = [self.train_dataset[f"{side}_ids"] for side in ("chosen", "rejected")]
+            lengths = [max(len(c), len(r)) for c, r in zip(*sides, strict=True)]
+            if is_dpo:
+                prompts = self.train_dataset["prompt_ids"]
+                lengths = [n + len(p) for n, p in zip(lengths, prompts, strict=True)]
+            return LengthGroupedSampler(settings["prompts"], lengths=lengths)
+
+    how: dict[str, Any] = {"per_device_train_batch_size": settings["prompts"]}
+    if "precomputed" in settings["mode"]:
+        how["precompute_ref_log_probs"] = True
+    data = load_dataset(
+        "json",
+        data_files=settings["dataset"] or str(folder / "pairs.jsonl"),
+        split="train",
+        cache_dir=str(folder / "cache"),
+    )
+    if "conversations" in data.column_names:  # the form that TRL reads
+        roles = {"human": "user", "gpt": "assistant", "system": "system"}
+
+        def to_messages(row: dict[str, Any]) -> dict[str, Any]:
+            def convert(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+                return [{"role": roles[t["from"]], "content": t["value"]} for t in turns]
+
+            sides = {side: convert([row[side]]) for side in ("chosen", "rejected")}
+            return {"prompt": convert(row["conversations"])} | sides
+
+        data = data.map(to_messages, remove_columns=data.column_names)
+    config = (DPOConfig if is_dpo else RewardConfig)(
+        max_length=settings["tokens"], **trl_settings(settings), **how
+    )
+    trainer = Counted(
+        model=settings["model"] or str(folder / "model"),
+        args=config,
+        train_dataset=data,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    tokens, slots = (
+        statistics.mean(column) for column in zip(*counts[SKIPPED_STEPS:], strict=True)
+    )
+    step_s = statistics.mean(seconds[SKIPPED_STEPS:])
+    result = {"step_s": step_s, "pairs_per_s": settings["prompts"] / step_s, "tokens": tokens}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps(result | {"padding": 1 - tokens / slots, "peak_gb": peak}), flush=True)
+
+
 def run_trl(settings: dict[str, Any]) -> None:
     """The peer's side, with its fastest CPU settings; prints one JSON line."""
     import resource
@@ -376,27 +497,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["grpo", "sft"], default="grpo")
+    parser.add_argument("what", nargs="?", choices=list(DEFAULTS), default="grpo")
     parser.add_argument("--rounds", type=int, default=3, help="every side runs once per round")
     parser.add_argument("--steps", type=int, default=12, help=f"the first {SKIPPED_STEPS} dropped")
-    parser.add_argument("--prompts", type=int, help="prompts per step (8; sft: 16)")
+    parser.add_argument("--prompts", type=int, help="prompts or pairs per step (8; sft: 16)")
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
-    parser.add_argument("--tokens", type=int, help="longest completion (64; sft: sequence, 512)")
+    parser.add_argument("--tokens", type=int, help="longest completion (64), or sequence (512)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each side")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--model", help="another model than the random one (with --dataset)")
-    parser.add_argument("--dataset", help="its jsonl file of prompt and answer (sft: completion)")
+    parser.add_argument("--dataset", help="its jsonl file: prompt and answer, completion or pair")
     parser.add_argument("--compile", action="store_true", help="sft: sides with torch.compile, too")
     parser.add_argument("--only", nargs="+", help="names of the sides to run, as printed")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl is not None:
-        run_trl_sft(options.trl) if options.trl["what"] == "sft" else run_trl(options.trl)
+        {"sft": run_trl_sft, "grpo": run_trl}.get(options.trl["what"], run_trl_pairs)(options.trl)
         return
-    sft = options.what == "sft"
-    options.prompts = options.prompts or (16 if sft else 8)
-    options.tokens = options.tokens or (512 if sft else 64)
+    sft, pairs = options.what == "sft", options.what in ("dpo", "reward_model")
+    options.prompts = options.prompts or DEFAULTS[options.what][0]
+    options.tokens = options.tokens or DEFAULTS[options.what][1]
     folder: Path = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     make_task(folder)
@@ -420,6 +541,25 @@ def main() -> None:
             peers.append("TRL, grouped, compiled")
             sides["unroll, compiled"] = lambda: ours_sft(folder, options, 1, compile=True)
             sides[peers[-1]] = lambda: trl(folder, options, mode="grouped, compiled")
+    if pairs:
+        peers = ["TRL, grouped", "TRL, default"]
+        if options.what == "dpo":
+            peers = [
+                "TRL, grouped, precomputed",
+                "TRL, grouped",
+                "TRL, precomputed",
+                "TRL, default",
+            ]
+        sides = {
+            "unroll, 1 rank": lambda: ours_pairs(folder, options, 1),
+            "unroll, 2 ranks": lambda: ours_pairs(folder, options, 2),
+            "unroll, prompts twice": lambda: ours_pairs(folder, options, 1, prefix_sharing=False),
+        }
+        if options.what == "dpo":
+            sides["unroll, live"] = lambda: ours_pairs(folder, options, 1, reference="live")
+        for peer in peers:
+            mode = peer.removeprefix("TRL, ")
+            sides[peer] = lambda mode=mode: trl(folder, options, mode=mode)
     if options.only:
         if unknown := set(options.only) - set(sides):
             parser.error(f"--only: {sorted(unknown)} not in {list(sides)}")
@@ -439,16 +579,18 @@ def main() -> None:
                 flops = of_any * result["tokens"] + of_trained * result["targets"]
                 result["tokens_per_s"] = result["tokens"] / result["step_s"]
                 result["efficiency"] = flops / result["step_s"] / peak
+            if pairs:
+                result["tokens_per_s"] = result["tokens"] / result["step_s"]
             results[name].append(result)
             row = {key: round(value, 3) for key, value in results[name][-1].items()}
             print(f"round {number + 1}  {name:18} {row}", flush=True)
-    unit = "tokens_per_s" if sft else "step_s"
+    unit = "tokens_per_s" if sft or pairs else "step_s"
     print(f"\nmedian over rounds of {unit}; speed relative to the peer in the same round")
     for name in sides:
         line = f"{name:22} {statistics.median(r[unit] for r in results[name]):9.3f}"
         for peer in peers:
-            pairs = zip(results[peer], results[name], strict=True)
-            ratios = (o[unit] / p[unit] if sft else p[unit] / o[unit] for p, o in pairs)
+            both = zip(results[peer], results[name], strict=True)
+            ratios = (p[unit] / o[unit] if unit == "step_s" else o[unit] / p[unit] for p, o in both)
             line += f"   {statistics.median(ratios):5.2f}x {peer}"
         print(line)
     (folder / f"{options.what}.json").write_text(json.dumps(results, indent=2) + "\n")

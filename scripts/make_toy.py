@@ -3,13 +3,16 @@
 A problem is `9141=`, its answer `1149` (3 to 8 digits). In `sft.jsonl` most demonstrations are
 mistaken: they sort the wrong way round. Fine-tuning copies that mixture; RL with an exact-match
 reward then picks the right behaviour out of it. (RL selects what the model can do already, it does
-not teach sorting.)
+not teach sorting.) Preference pairs say the same: the chosen response is the sorted number, the
+rejected one is sorted the wrong way round, or right up to one mistake. So the best policy is known,
+and no shortcut such as length tells the two apart.
 
     python scripts/make_toy.py --output_dir runs/toy
 
 writes `model/` (random Qwen3, 0.43M parameters, character tokenizer), `sft.jsonl` and
-`sft_eval.jsonl` (prompt, completion), `rl.jsonl` and `eval.jsonl` (prompt, answer). No multiset of
-digits that occurs in an eval file occurs in a training file, in any order.
+`sft_eval.jsonl` (prompt, completion), `rl.jsonl` and `eval.jsonl` (prompt, answer), `pairs.jsonl`
+and `pairs_eval.jsonl` (prompt, chosen, rejected). No multiset of digits that occurs in an eval file
+occurs in a training file, in any order.
 """
 
 import argparse
@@ -55,6 +58,28 @@ def rl_row(rng: random.Random, *, evaluation: bool) -> dict[str, str]:
     """A problem with its answer."""
     digits = draw_problem(rng, evaluation=evaluation)
     return {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
+
+
+def pair_row(rng: random.Random, *, evaluation: bool) -> dict[str, str]:
+    """A problem with its answer and a wrong one of the same length."""
+    while True:
+        digits = draw_problem(rng, evaluation=evaluation)
+        chosen = sorted(digits)
+        rejected = list(chosen)
+        kind = rng.randrange(4)
+        if kind < 2:  # as in most demonstrations
+            rejected.reverse()
+        elif kind == 2:  # two digits exchanged
+            i, j = rng.sample(range(len(digits)), 2)
+            rejected[i], rejected[j] = rejected[j], rejected[i]
+        else:  # one digit misread
+            rejected[rng.randrange(len(digits))] = rng.choice(string.digits)
+        if rejected != chosen:
+            return {
+                "prompt": f"{digits}=",
+                "chosen": "".join(chosen),
+                "rejected": "".join(rejected),
+            }
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -103,9 +128,16 @@ def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def make_toy(
-    output_dir: Path, *, seed: int, num_sft: int, num_rl: int, num_eval: int, mistaken: float
+    output_dir: Path,
+    *,
+    seed: int,
+    num_sft: int,
+    num_rl: int,
+    num_pairs: int,
+    num_eval: int,
+    mistaken: float,
 ) -> None:
-    """Write model, tokenizer and the four data files; the same arguments give the same bytes."""
+    """Write model, tokenizer and the six data files; the same arguments give the same bytes."""
     output_dir.mkdir(parents=True, exist_ok=True)
 
     def rng(name: str) -> random.Random:
@@ -121,6 +153,10 @@ def make_toy(
     write_jsonl(output_dir / "rl.jsonl", [rl_row(r, evaluation=False) for _ in range(num_rl)])
     r = rng("eval")
     write_jsonl(output_dir / "eval.jsonl", [rl_row(r, evaluation=True) for _ in range(num_eval)])
+    for name, count, evaluation in (("pairs", num_pairs, False), ("pairs_eval", num_eval, True)):
+        r = rng(name)
+        pairs = [pair_row(r, evaluation=evaluation) for _ in range(count)]
+        write_jsonl(output_dir / f"{name}.jsonl", pairs)
 
     logging.disable_progress_bar()
     make_tokenizer().save_pretrained(output_dir / "model")
@@ -135,19 +171,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_sft", type=int, default=32_000, help="demonstrations")
     parser.add_argument("--num_rl", type=int, default=4_000, help="RL problems")
+    parser.add_argument("--num_pairs", type=int, default=16_000, help="preference pairs")
     parser.add_argument("--num_eval", type=int, default=512, help="rows of each eval file")
     parser.add_argument(
         "--mistaken", type=float, default=0.6, help="fraction of demonstrations that are reversed"
     )
     args = parser.parse_args()
-    for name in ("num_sft", "num_rl", "num_eval"):
+    for name in ("num_sft", "num_rl", "num_pairs", "num_eval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}={getattr(args, name)} must be at least 1")
     if not 0 <= args.mistaken <= 1:
         parser.error(f"--mistaken={args.mistaken} must be between 0 and 1")
     make_toy(**vars(args))
     print(f"toy task in {args.output_dir}: model, {args.num_sft} demonstrations,", end=" ")
-    print(f"{args.num_rl} RL problems, {args.num_eval} held-out problems")
+    print(f"{args.num_rl} RL problems, {args.num_pairs} pairs, {args.num_eval} held-out problems")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,29 @@ from tiny import make_tokenizer
 
 from common import cache, dist
 from common.data import load_sft_rows
+from common.pairs import load_pairs
 
 env = dist.setup(timeout_s=3)
 folder = Path(sys.argv[1])
+
+if "pairs" in sys.argv:
+    digests = set()
+    for cache_dir in (None, folder / "cache", folder / "cache"):
+        loaded, report = load_pairs(
+            [str(folder / "a.jsonl")],
+            make_tokenizer(),
+            max_tokens=100,
+            for_scoring=True,
+            cache_dir=cache_dir,
+        )
+        everything = (loaded[:], loaded.keys.tolist(), loaded.margins.tolist(), report.rows)
+        everything += (loaded.response_lengths.tolist(), loaded.source_sizes, report.chosen_tokens)
+        digests.add(hashlib.sha256(repr(everything).encode()).hexdigest())
+    assert bool(report.from_cache)
+    print(f"rank {env.rank}: {digests.pop()} {len(loaded)} pairs", flush=True)
+    assert not digests
+    dist.shutdown()
+    sys.exit()
 
 
 def slow() -> str:

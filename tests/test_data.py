@@ -473,6 +473,21 @@ def test_function_calls_of_sharegpt_rows(tmp_path):
     assert len(report.notes) == 2 and "hermes" in str(report)
 
 
+def test_prompts_of_preference_rows(tmp_path):
+    """Held-out pairs are the prompts of an online evaluation."""
+    answer = {"from": "gpt", "value": "12"}
+    turns = [{"from": "human", "value": "hello"}]
+    rows = [
+        {"conversations": turns, "chosen": answer, "rejected": answer | {"value": "1"}},
+        {"prompt": "hello", "chosen": "12", "rejected": "1"},
+        {"chosen": "Human: hello", "rejected": "Human: hell"},
+    ]
+    kept, report = prompts(tmp_path, rows)
+    assert kept[0].prompt == [{"role": "user", "content": "hello"}]
+    assert kept[0].prompt_ids == kept[1].prompt_ids
+    assert report.dropped == {"no_prompt_column": 1}
+
+
 def test_prompts_render_tools_and_know_their_source(tmp_path):
     tools = [{"name": "f", "arguments": None}]
     one = write(tmp_path / "one.jsonl", [{"prompt": "hi"}])

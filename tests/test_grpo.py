@@ -7,17 +7,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import grpo
 from tests.launch import command, copy_task, environment, metrics, run, same_every_time
-from tests.tiny import make_tiny_model
+from tests.test_scoring import make_reward_model, plain_scores
+from tests.tiny import make_tiny_model, make_tokenizer
 
 
 def flags(folder: Path, **overrides: object) -> list[object]:
-    """A run of two steps in a few seconds."""
+    """A run of two steps in a few seconds; a tuple gives its flag several values."""
     settings: dict[str, object] = {
         "model": folder / "model",
         "dataset": folder / "data.jsonl",
@@ -32,7 +35,10 @@ def flags(folder: Path, **overrides: object) -> list[object]:
         "engine_kv_cache_gb": 0.1,
         "timeout_s": 60,
     } | overrides
-    return [part for name, value in settings.items() for part in (f"--{name}", value)]
+    parts: list[object] = []
+    for name, value in settings.items():
+        parts += [f"--{name}", *(value if isinstance(value, tuple) else (value,))]
+    return parts
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +128,71 @@ def test_tensor_parallel_engine(task: Path, finished: Path) -> None:
             assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rewards_of_a_model(task: Path) -> None:
+    """Its scores of the decoded responses are those of plain transformers, on two ranks."""
+    reward_model = make_reward_model(task / "judge" / "final")  # with a chat template
+    out = task / "judged"
+    answer = run(
+        "grpo.py",
+        *flags(task, rewards=f"model:{reward_model}", output_dir=out, engine="transformers"),
+        ranks=2,
+    )
+    assert answer.returncode == 0, answer.stderr
+    for step, row in enumerate(metrics(out), start=1):
+        samples = read_samples(out / "rollouts" / f"step_{step}.jsonl")
+        scored = [sample for sample in samples if sample["score"] is not None]
+        assert len(samples) == 16 and len(scored) >= 12  # an empty response has no score
+        assert row["rollout/reward_refused"] == 16 - len(scored)
+        assert row["rollout/unscored"] == (16 - len(scored)) / 16
+        assert all(sample["rewards"] == {"judge": sample["score"]} for sample in samples)
+        scores = [sample["score"] for sample in scored]
+        texts = [sample["prompt"] for sample in scored], [sample["response"] for sample in scored]
+        assert scores == pytest.approx(plain_scores(reward_model, *texts), abs=1e-5)
+        assert row["rollout/reward"] == pytest.approx(sum(scores) / len(scores))
+        assert row["rollout/reward/judge"] == row["rollout/reward"]
+
+
+def test_rewards_of_a_function_and_a_model(task: Path) -> None:
+    reward_model = make_reward_model(task / "judge2", tokenizer=make_tokenizer("no_template"))
+    out = task / "mixed"
+    extra = {"rewards": (f"{task / 'reward.py'}:letters", f"model:{reward_model}")}
+    extra |= {"reward_weights": (1, 0.5), "eval_dataset": task / "data.jsonl"}
+    extra |= {"output_dir": out, "engine": "transformers", "eval_max_prompts": 6, "num_steps": 1}
+    answer = run("grpo.py", *flags(task, **extra))
+    assert answer.returncode == 0, answer.stderr
+    before, after = metrics(out)
+    for row, prefix, name in (
+        (before, "eval", "eval_0"),
+        (after, "eval", "eval_1"),
+        (after, "rollout", "step_1"),
+    ):
+        samples = read_samples(out / "rollouts" / f"{name}.jsonl")
+        scored = [s for s in samples if s["rewards"]["judge2"] is not None]
+        assert len(scored) > len(samples) / 2
+        texts = [s["prompt"] for s in scored], [s["response"] for s in scored]
+        theirs = plain_scores(reward_model, *texts)
+        assert [s["rewards"]["judge2"] for s in scored] == pytest.approx(theirs, abs=1e-5)
+        for sample in samples:
+            letters, judged = sample["rewards"]["letters"], sample["rewards"]["judge2"]
+            expected = None if judged is None else letters + 0.5 * judged
+            assert sample["score"] == pytest.approx(expected)
+        assert row[f"{prefix}/reward/judge2"] == pytest.approx(sum(theirs) / len(theirs))
+        letters = [s["rewards"]["letters"] for s in samples]
+        assert row[f"{prefix}/reward/letters"] == pytest.approx(sum(letters) / len(letters))
+        assert row[f"{prefix}/unscored"] == 1 - len(scored) / len(samples)
+
+
+def test_weights_belong_to_rewards() -> None:
+    settings: dict[str, Any] = {"model": "m", "output_dir": "o", "dataset": ("d",)}
+    grpo.Args(**settings, rewards=("math", "model:rm"), reward_weights=(1.0, 2.0))
+    with pytest.raises(ValueError, match=r"--reward_weights=1\.0: expected .* the 2 --rewards"):
+        grpo.Args(**settings, rewards=("math", "model:rm"), reward_weights=(1.0,))
+
+
 def test_final_checkpoint_serves_the_same_greedy_text(task: Path, finished: Path) -> None:
     """The checkpoint as it lies: transformers and a fresh vLLM agree on it."""
     prompt = [7, 30, 8, 31]
@@ -176,6 +247,7 @@ def test_bad_flags_and_files_are_one_clear_message(task: Path) -> None:
         "context of": {"max_response_tokens": 4000},
         "has no no_such_function": {"rewards": f"{task / 'broken.py'}:no_such_function"},
         "no such folder": {"model": task / "nowhere"},
+        "no trained head": {"rewards": ("exact", f"model:{task / 'model'}")},
     }.items():
         text = fails(task, message, **overrides)
         if "KeyError" not in message:

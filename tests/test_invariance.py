@@ -1,6 +1,7 @@
 """Loss, gradient norm and updated weights do not depend on ranks, micro-batches or packing."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,77 @@ def test_sft(tmp_path: Path, lora: bool) -> None:
     else:
         logged = check("sft.py", flags, tmp_path, LAYOUTS)
     assert logged[-1]["eval/loss"] < logged[0]["eval/loss"]
+
+
+PAIR_LAYOUTS: Layouts = {
+    "small microbatches, prompts twice": (
+        None,
+        ["--max_tokens_per_microbatch", 192, "--prefix_sharing", "False"],
+    ),
+    "one pair per row": (None, ["--packing", "False"]),
+    "two ranks": (2, []),
+    "two replicas, recomputed": (2, ["--replicas", 2, "--activation_checkpointing", "True"]),
+}
+LORA_PAIR_LAYOUTS: Layouts = {
+    "two ranks, unpacked, offloaded": (2, ["--packing", "False", "--cpu_offload", "True"])
+}
+
+
+def write_pairs(folder: Path, num_rows: int = 23) -> Path:
+    """Pairs of very unequal lengths, with margins and grades."""
+    rows = [
+        {
+            "prompt": "12 " * (1 + i % 7),
+            "chosen": "hello " * (i % 4 + 1),
+            "rejected": "hell" * (1 + i % 5),
+            "margin": i % 3 / 4,
+            "chosen_score": i % 4,
+            "rejected_score": -(i % 5),
+        }
+        for i in range(num_rows)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pair_flags(tmp_path: Path) -> list[object]:
+    model, _ = copy_task(tmp_path)
+    data = write_pairs(tmp_path)
+    flags: list[object] = ["--model", model, "--dataset", data, "--num_steps", 2]
+    flags += ["--pairs_per_step", 9, "--max_sequence_tokens", 96, "--learning_rate", 1e-4]
+    flags += ["--warmup_steps", 0, "--eval_dataset", data, "--export_dtype", "float32"]
+    return [*flags, "--cache_dir", tmp_path / "cache"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [False, True])
+def test_dpo(tmp_path: Path, lora: bool) -> None:
+    """P13, P25, P26: as above, and the reference's log-probs may be cached or computed anew."""
+    flags = pair_flags(tmp_path)
+    if lora:  # [D3]: the baselines of kto_pair are those of the whole step
+        layouts = LORA_PAIR_LAYOUTS | {"live": (None, ["--reference", "live"])}
+        rows = check("dpo.py", [*flags, *LORA, "--loss", "kto_pair"], tmp_path, layouts)
+        assert rows[0]["eval/loss"] == pytest.approx(1.0, abs=1e-6)
+    else:
+        layouts = PAIR_LAYOUTS | {"live": (2, ["--reference", "live"])}
+        rows = check("dpo.py", [*flags, "--sft_coef", 0.1], tmp_path, layouts)
+        assert rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert rows[1]["policy/chosen_kl"] == pytest.approx(0, abs=1e-9)
+    assert (rows[0]["eval/ties"], rows[0]["eval/accuracy"]) == (1, 0)
+    assert rows[0]["eval/margin"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    assert rows[-1]["policy/chosen_kl"] > 1e-6
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [False, True])
+def test_reward_model(tmp_path: Path, lora: bool) -> None:
+    """P13, P28, P31: as above; the random head is the same on any number of ranks."""
+    flags = [*pair_flags(tmp_path), "--label_smoothing", 0.1, "--center_coef", 0.01]
+    if lora:
+        rows = check("reward_model.py", [*flags, *LORA], tmp_path, LORA_PAIR_LAYOUTS)
+    else:
+        rows = check("reward_model.py", flags, tmp_path, PAIR_LAYOUTS)
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    assert -1 <= rows[0]["eval/grade_correlation"] <= 1

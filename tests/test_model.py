@@ -100,6 +100,35 @@ def test_packed_logprobs_and_gradients_equal_plain_ones(
         assert error <= 1e-5 * theirs.abs().max() + 1e-6, parameter_name
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_shared_beginning_changes_nothing(name: str, tmp_path: Path, env: DistEnv) -> None:
+    """Prefix sharing computes a prompt once for several responses; results are those of copies."""
+    settings = {"initializer_range": 0.15} | ARCHITECTURES[name]
+    path = make_tiny_model(tmp_path, name.split("-")[0], **settings)
+    model = load_model(str(path), env, dtype=torch.float32, activation_checkpointing=True)
+    rng = random.Random(0)
+    draw = lambda n: [rng.randrange(320) for _ in range(n)]  # noqa: E731
+    prompt, other = draw(41), draw(6)  # longer than the sliding windows
+    ids = [prompt + draw(9), prompt + draw(1), prompt + draw(30), draw(5), other + draw(7)]
+    ids += [other + draw(3)]
+    masks = [
+        [t >= n for t in range(len(s))] for s, n in zip(ids, [41] * 3 + [2, 6, 6], strict=True)
+    ]
+    results = []
+    for shared in (None, [0, 40, 40, 0, 0, 5]):
+        row = pack([3, 1, 4, 0, 2, 5], ids, masks, shared=shared)
+        model.zero_grad()
+        logprobs, entropy = compute_logprobs(model, row)
+        weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+        (
+            (row.sum_sequences(logprobs) + 0.1 * row.sum_sequences(entropy)) * weights
+        ).sum().backward()
+        gradients = [full(p.grad) for p in model.parameters()]
+        results.append([torch.cat(row.split(logprobs)), row.sum_sequences(entropy), *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * (1 + theirs.abs().max())
+
+
 def test_sequences_of_a_row_do_not_see_each_other(tmp_path: Path, env: DistEnv) -> None:
     """P16: changing one sequence changed the log-probs of its neighbours."""
     model = load_model(
@@ -425,11 +454,12 @@ def test_generated_code_computes_the_same(tmp_path: Path, env: DistEnv) -> None:
 def test_fused_varlen_attention_equals_one_sequence_at_a_time(window: int | None) -> None:
     torch.manual_seed(0)
     seqlens = [5, 23, 23, 2, 40]
-    total = sum(seqlens)
+    total = sum(seqlens) - 22 - 2
     query = torch.randn(1, 4, total, 64, device="cuda", dtype=torch.bfloat16)
     key, value = (torch.randn_like(query[:, :2]) for _ in range(2))
-    cu_seqlens = torch.tensor([0, 5, 28, 51, 53, 93], dtype=torch.int32, device="cuda")
-    settings = {"sliding_window": window, "boundaries": Boundaries(seqlens, cu_seqlens)}
+    ids = [[0] * length for length in seqlens]
+    row = pack(range(5), ids, [[False] * len(s) for s in ids], shared=[0, 0, 22, 0, 2])
+    settings = {"sliding_window": window, "boundaries": Boundaries(row.to("cuda"))}
     module = torch.nn.Identity()
     fused, _ = packed_attention(module, query, key, value, None, **settings)
     exact, _ = packed_attention(module, query.float(), key.float(), value.float(), None, **settings)

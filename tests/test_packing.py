@@ -71,6 +71,56 @@ def test_first_token_is_never_trained():
     assert row.response_lengths == [1, 0]
 
 
+def test_a_shared_beginning_is_laid_out_once():
+    p0, p1, c0, c1, r0 = range(10, 15)
+    ids = [[p0, p1, c0, c1], [p0, p1, r0]]
+    masks = [[False, False, True, True], [False, False, True]]
+    row = pack([4, 9], ids, masks, shared=[0, 1])
+    assert row.input_ids.tolist() == [p0, p1, c0, c1, p1, r0]
+    assert row.target_ids.tolist() == [p1, c0, c1, -1, r0, -1]
+    assert row.response_mask.tolist() == [False, True, True, False, True, False]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 1, 2]
+    assert (row.seqlens, row.cu_seqlens.tolist()) == ([4, 2], [0, 4, 6])
+    assert (row.full_seqlens, row.full_cu_seqlens.tolist()) == ([4, 3], [0, 4, 7])
+    assert row.full_index is not None and row.own_index is not None
+    assert row.input_ids[row.full_index].tolist() == [*ids[0], *ids[1]]
+    assert row.full_index[row.own_index].tolist() == list(range(6))
+    assert [part.tolist() for part in row.split(row.target_ids)] == [[c0, c1], [r0]]
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        [1, 0],  # nothing before it
+        [0, 2],  # a target is among them
+        [0, 3],  # nothing is left
+        [0, -1],
+    ],
+)
+def test_what_cannot_be_shared_is_refused(shared):
+    masks = [[False, False, True, True], [False, False, True]]
+    with pytest.raises(ValueError, match="does not share"):
+        pack([0, 1], [[1, 2, 3, 4], [1, 2, 5]], masks, shared=shared)
+    with pytest.raises(ValueError, match="does not share"):
+        pack([0, 1], [[1, 2, 3, 4], [7, 2, 5]], masks, shared=[0, 1])
+
+
+def test_sums_of_sequences():
+    rng = random.Random(0)
+    ids, masks = random_sequences(rng, 8)
+    row = pack(range(8), ids, masks)
+    values = torch.where(row.response_mask, torch.rand(row.num_tokens), 0.0).requires_grad_()
+    sums = row.sum_sequences(values)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx(
+        [part.double().sum().item() for part in row.split(values)]
+    )
+    (sums * torch.arange(8)).sum().backward()
+    assert values.grad is not None and torch.equal(values.grad, row.expand(list(range(8))))
+    dummy = pack([], [], [])
+    assert dummy.sum_sequences(torch.zeros(2, requires_grad=True)).requires_grad
+
+
 def test_dummy_row():
     row = pack([], [], [])
     assert row.num_tokens == 2 and row.seqlens == [2] and row.cu_seqlens.tolist() == [0, 2]
@@ -97,11 +147,11 @@ def test_pack_refuses_mismatches(arguments):
 
 
 def test_to_moves_every_tensor():
-    row = pack([3], [[1, 2]], [[False, True]]).to("meta")
+    row = pack([3, 4], [[1, 2], [1, 3]], [[False] * 2] * 2, shared=[0, 1]).to("meta")
     assert isinstance(row, PackedRow)
     tensors = [v for v in vars(row).values() if isinstance(v, torch.Tensor)]
-    assert len(tensors) == 5 and all(t.is_meta for t in tensors)
-    assert row.sequence_ids == [3]
+    assert len(tensors) == 8 and all(t.is_meta for t in tensors)
+    assert row.sequence_ids == [3, 4]
 
 
 # -- per-sequence and per-token values --

@@ -8,11 +8,22 @@ import textwrap
 import threading
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from common.rewards import RewardScorer, extract_answer, math_equal, math_gold, validate_golds
+from common.rewards import (
+    RewardBatch,
+    RewardScorer,
+    combine_rewards,
+    extract_answer,
+    math_equal,
+    math_gold,
+    reward_labels,
+    reward_weights,
+    validate_golds,
+)
 
 TOWER = r"\boxed{9^{9^{9^{9^{9}}}}}"  # sympy never returns from this
 
@@ -23,11 +34,24 @@ def reward_file(tmp_path, source, name="my_rewards.py"):
     return str(path)
 
 
+@dataclass(frozen=True)
+class ScoredBatch(RewardBatch):
+    """What the scorer returns, and the scores that a script makes of it."""
+
+    scores: list[float | None]
+
+
+def combined(batch, weights=None):
+    weights = reward_weights(list(batch.components), weights)
+    return combine_rewards(batch.components, weights, batch.failed)
+
+
 def score(names, completions, columns=None, *, prompts=None, weights=None, **options):
     columns = columns or [{} for _ in completions]
     prompts = prompts or [""] * len(completions)
-    with closing(RewardScorer(names, weights, **({"timeout_s": 20.0} | options))) as scorer:
-        return scorer.score(prompts, completions, columns)
+    with closing(RewardScorer(names, **({"timeout_s": 20.0} | options))) as scorer:
+        batch = scorer.score(prompts, completions, columns)
+    return ScoredBatch(**vars(batch), scores=combined(batch, weights))
 
 
 def is_alive(pid):
@@ -161,12 +185,12 @@ def test_hostile_expression_leaves_the_pool_working():
         started = time.monotonic()
         completions = [r"\boxed{2}", TOWER, r"\boxed{\frac{4}{2}}"]
         batch = scorer.score([""] * 3, completions, [{"answer": r"\frac{6}{3}"}] * 3)
-        assert batch.scores == [1.0, None, 1.0]
+        assert batch.components == {"math": [1.0, None, 1.0]}
         assert (batch.timeouts, batch.exceptions) == (1, 0)
         assert time.monotonic() - started < 10
         for _ in range(20):
             again = scorer.score([""], [r"\boxed{2}"], [{"answer": "4/2"}])
-            assert (again.scores, again.timeouts) == ([1.0], 0)
+            assert (again.components["math"], again.timeouts) == ([1.0], 0)
 
 
 # ---- user functions ----
@@ -200,7 +224,9 @@ def test_trl_signature_gets_columns_and_messages(tmp_path):
         weights=[1.0, 0.5],
     )
     assert batch.first_traceback is None
-    assert batch.components == {"seen": [1.0, 100.0, 99.0], "narrow": [1.0, 1.0, None]}
+    seen, narrow = batch.components.items()
+    assert seen == (f"{file}:seen", [1.0, 100.0, 99.0])
+    assert narrow == (f"{file}:narrow", [1.0, 1.0, None])
     assert batch.scores == [1.5, 100.5, 99.0]
 
 
@@ -286,10 +312,11 @@ def test_worker_that_dies_or_hangs_is_replaced(tmp_path):
     with closing(RewardScorer([f"{file}:f"], timeout_s=1.5)) as scorer:
         completions = ["a", "die", "hang", "b"]
         batch = scorer.score([""] * 4, completions, [{}] * 4)
-        assert batch.scores == [1.0, None, None, 1.0]
+        assert combined(batch) == [1.0, None, None, 1.0]
+        assert batch.failed == [False, True, True, False]
         assert (batch.exceptions, batch.timeouts) == (1, 1)
         assert "worker died in the reward function (code=3)" in (batch.first_traceback or "")
-        assert scorer.score([""], ["a"], [{}]).scores == [1.0]
+        assert combined(scorer.score([""], ["a"], [{}])) == [1.0]
     with open(file + ".pids") as pids:  # what a late reward had started is gone with it
         wait_until(lambda: not any(is_alive(int(pid)) for pid in pids))
 
@@ -301,7 +328,7 @@ def test_worker_killed_while_idle_blames_nobody(tmp_path):
             os.kill(process, signal.SIGKILL)
         wait_until(lambda: not worker_pids())
         batch = scorer.score(["", ""], ["a", "b"], [{"answer": "a"}] * 2)
-        assert (batch.scores, batch.exceptions) == ([1.0, 0.0], 0)
+        assert (batch.components["exact"], batch.exceptions) == ([1.0, 0.0], 0)
 
 
 def worker_pids(parent=None):
@@ -338,7 +365,7 @@ def test_calls_from_a_finished_thread_leave_the_worker_alive(tmp_path):
         thread = threading.Thread(target=scorer.score, args=([""], ["hang"], [{}]))
         thread.start()
         thread.join()  # the worker was restarted on behalf of this thread
-        pids = [scorer.score([""], ["a"], [{}]).scores[0] for _ in range(2)]
+        pids = [combined(scorer.score([""], ["a"], [{}]))[0] for _ in range(2)]
         assert pids[0] == pids[1] == worker_pids()[0]
 
 
@@ -350,7 +377,7 @@ def test_concurrent_calls_keep_their_order(tmp_path):
 
         def run(offset):
             values = [str(offset + i) for i in range(5)]
-            results[offset] = scorer.score([""] * 5, values, [{}] * 5).scores
+            results[offset] = combined(scorer.score([""] * 5, values, [{}] * 5))
 
         threads = [threading.Thread(target=run, args=(100 * k,)) for k in range(6)]
         for thread in threads:
@@ -358,7 +385,7 @@ def test_concurrent_calls_keep_their_order(tmp_path):
         for thread in threads:
             thread.join()
         assert results == {100 * k: [100.0 * k + i for i in range(5)] for k in range(6)}
-        assert scorer.score([], [], []).scores == []
+        assert combined(scorer.score([], [], [])) == []
 
 
 def test_close_is_prompt_while_a_reward_hangs(tmp_path):
@@ -412,7 +439,7 @@ def test_workers_die_with_their_parent_and_import_neither_torch_nor_its_script(t
             MARK = 1
             scorer = RewardScorer(["math", {file + ":f"!r}], timeout_s=100.0)
             batch = scorer.score([""], ["4"], [{{"answer": "4"}}])
-            print(batch.scores, batch.first_traceback, flush=True)
+            print(*batch.components.values(), batch.first_traceback, flush=True)
             scorer.score([""], ["hang"], [{{"answer": "4"}}])
             """
         )
@@ -420,7 +447,7 @@ def test_workers_die_with_their_parent_and_import_neither_torch_nor_its_script(t
     command = [sys.executable, str(trainer)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "[2.0] None\n"
+        assert process.stdout.readline() == "[1.0] [1.0] None\n"
         pids = worker_pids(process.pid)
         assert len(pids) == 1
         time.sleep(0.3)
@@ -434,15 +461,12 @@ def test_workers_die_with_their_parent_and_import_neither_torch_nor_its_script(t
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["maths"], {}, r"--rewards=maths: expected math, exact or path/to/file\.py:function"),
-        (["FILE"], {}, "expected math, exact or"),
+        (["maths"], {}, r"--rewards=maths: expected math, exact, path/to/file\.py:function or"),
+        (["FILE"], {}, "expected math, exact, path/"),
         (["no/such.py:f"], {}, r"--rewards=no/such\.py:f: there is no file /.*no/such\.py"),
         (["FILE:g"], {}, r"has no g, only \['f'\]"),
         (["BROKEN:f"], {}, r"--rewards=.*broken\.py:f: .*line 1"),
-        ([], {}, "--rewards="),
-        (["math", "math"], {}, "--rewards=math math: expected one or more different"),
-        (["math"], {"weights": [1.0, 2.0]}, r"--reward_weights=\[1\.0, 2\.0\]"),
-        (["math"], {"weights": [float("nan")]}, r"--reward_weights=\[nan\]"),
+        (["model:rm"], {}, "--rewards=model:rm: expected"),  # the caller's to take out
         (["math"], {"timeout_s": 0.0}, "--reward_timeout_s=0.0"),
         (["math"], {"num_workers": 0}, "--reward_workers=0"),
     ],
@@ -453,6 +477,46 @@ def test_mistakes_are_named_at_construction(tmp_path, names, options, message):
     names = [name.replace("FILE", file).replace("BROKEN", broken) for name in names]
     with pytest.raises(ValueError, match=message):
         RewardScorer(names, **({"timeout_s": 1.0} | options))
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (["math", "math"], None, "--rewards=math math: expected different"),
+        (["math", "model:"], None, "--rewards=model: needs a folder"),
+        (["math"], [1.0, 2.0], r"--reward_weights=1\.0 2\.0: .* the 1 --rewards"),
+        ([], [1.0], r"--reward_weights=1\.0: .* the 0 --rewards"),
+        (["math"], [float("nan")], "--reward_weights=nan"),
+    ],
+)
+def test_mistakes_in_names_and_weights(names, weights, message):
+    with pytest.raises(ValueError, match=message):
+        reward_weights(names, weights)
+
+
+def test_names_of_functions_and_models_become_short_labels():
+    names = ["math", "a/x.py:f", "model:org/judge", "model:runs/rm/final", "model:final"]
+    assert list(reward_labels(names).items()) == list(
+        zip(names, ["math", "f", "judge", "rm", "final"], strict=True)
+    )
+    same = ["a/x.py:rm", "model:runs/rm/final", "model:other/rm/", "b/x.py:g", "a/x.py:g"]
+    assert reward_labels(same) == dict(zip(same, same, strict=True))
+
+
+def test_no_function_needs_no_worker():
+    with closing(RewardScorer([], timeout_s=1.0)) as scorer:
+        batch = scorer.score(["p", "q"], ["a", "b"], [{}, {}])
+        assert not worker_pids()
+    assert (batch.components, batch.failed) == ({}, [False, False])
+    assert (batch.exceptions, batch.timeouts, batch.first_traceback) == (0, 0, None)
+
+
+def test_scores_are_weighted_sums_in_the_order_of_the_names():
+    components = {"b": [1.0, None, None, 5.0], "a": [0.5, -2.0, None, 1.0]}
+    weights = reward_weights(["a", "b"], [2.0, 0.25])
+    assert list(weights.items()) == [("a", 2.0), ("b", 0.25)]
+    lost = [False, False, False, True]
+    assert combine_rewards(components, weights, lost) == [1.25, -4.0, None, None]
 
 
 def test_import_error_in_a_reward_file(tmp_path):
@@ -472,10 +536,11 @@ def test_a_failed_component_leaves_the_sample_unscored(tmp_path):
         "def b(prompts, completions, **columns):\n"
         "    return [None if c == 'none' else 1 / (c != 'crash') for c in completions]\n"
     )
-    scorer = RewardScorer([f"{file}:a", f"{file}:b"], None, timeout_s=20)
+    scorer = RewardScorer([f"{file}:a", f"{file}:b"], timeout_s=20)
     try:
         batch = scorer.score(["p"] * 3, ["fine", "crash", "none"], [{}] * 3)
     finally:
         scorer.close()
-    assert batch.scores == [2.0, None, 1.0]
-    assert (batch.failed, batch.exceptions, batch.timeouts) == (1, 1, 0)
+    assert combined(batch) == [2.0, None, 1.0]
+    assert batch.failed == [False, True, False]
+    assert (batch.exceptions, batch.timeouts) == (1, 0)

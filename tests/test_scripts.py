@@ -20,7 +20,7 @@ by_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 
 
 def test_there_are_scripts() -> None:
-    assert {path.name for path in SCRIPTS} >= {"grpo.py", "sft.py"}
+    assert {path.name for path in SCRIPTS} >= {"dpo.py", "grpo.py", "reward_model.py", "sft.py"}
 
 
 @by_script
@@ -96,7 +96,7 @@ def test_pure_functions_have_docstrings(path: Path) -> None:
 
 @by_script
 def test_every_metric_has_a_row_in_the_readme(path: Path) -> None:
-    namespaces = "rollout|policy|value|optim|time|eval|data|memory"
+    namespaces = "rollout|policy|reward|value|optim|time|eval|data|memory"
     readme = set(re.findall(rf"`((?:{namespaces})/\w+)", (ROOT / "README.md").read_text()))
     logged = set(re.findall(rf'"((?:{namespaces})/\w+)[/"]', path.read_text()))
     assert logged - readme == set()

@@ -1,0 +1,107 @@
+"""dpo.py as users run it: the cached reference, and mistakes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dpo
+from tests.launch import metrics, run, same_every_time
+from tests.test_invariance import pair_flags, write_pairs
+from tests.tiny import make_tiny_model
+
+
+def train(flags: list[object], out: Path, *more: object) -> tuple[list[dict[str, float]], str]:
+    answer = run("dpo.py", *flags, "--output_dir", out, *more)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return [same_every_time(row) for row in metrics(out)], answer.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_cache_of_reference_logprobs_cannot_go_stale(tmp_path: Path) -> None:
+    """P25: a cache that outlived its model or data gave step-0 losses other than ln 2."""
+    flags = pair_flags(tmp_path)
+    first, said = train(flags, tmp_path / "a")
+    assert said.count("computed in") == 1  # training and evaluation data are the same here
+    again, said = train(flags, tmp_path / "b", "--seed", 0)
+    assert said.count("reference log-probs: from the cache") == 2 and again == first
+    # same folder, same file names, another model or other data
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    other, said = train(flags, tmp_path / "c")
+    assert "computed in" in said and other[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    write_pairs(tmp_path, num_rows=22)
+    other, said = train(flags, tmp_path / "d")
+    assert "computed in" in said and other[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    # without a cache the numbers are the same
+    fresh, said = train(flags, tmp_path / "e", "--cache_dir", "None")
+    assert fresh == other and said.count("computed in") == 2
+
+
+@pytest.mark.timeout(300)
+def test_another_reference_than_the_starting_model(tmp_path: Path) -> None:
+    flags = pair_flags(tmp_path)
+    reference = make_tiny_model(tmp_path / "ref", seed=1, flavour="no_template")
+    more = ["--ref_model", reference, "--num_steps", 1]
+    cached, said = train(flags, tmp_path / "cached", *more)
+    live, _ = train(flags, tmp_path / "live", *more, "--reference", "live")
+    assert "self-test" not in said
+    assert abs(cached[0]["eval/loss"] - math.log(2)) > 1e-3
+    for ours, theirs in zip(cached, live, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_simpo_needs_no_reference(tmp_path: Path) -> None:
+    """Its loss is a function of mean log-probs alone."""
+    flags = [*pair_flags(tmp_path), "--loss", "simpo", "--beta", 2.0, "--simpo_gamma", 0.4]
+    rows, said = train(flags, tmp_path / "out", "--num_steps", 1)
+    assert "reference log-probs" not in said and "self-test" not in said
+    assert "policy/chosen_kl" not in rows[1]
+    assert rows[0]["eval/chosen_reward"] < 0 and rows[0]["eval/ties"] < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--label_smoothing", "0.5"], "label_smoothing=0.5"),
+        (["--loss", "ipo", "--label_smoothing", "0.1"], "--loss=ipo has no smoothing"),
+        (["--beta", "0"], "--beta=0"),
+        (["--sft_coef", "-1"], "--sft_coef=-1"),
+        (["--loss", "simpo", "--ref_model", "x"], "uses no reference"),
+        (["--max_tokens_per_microbatch", "4000"], "both sides of a pair"),
+    ],
+)
+def test_mistakes_are_told_at_once(flags: list[str], message: str) -> None:
+    names = [name.removeprefix("--") for name in flags[::2]]
+    settings = dict(zip(names, map(as_value, flags[1::2]), strict=True))
+    with pytest.raises(ValueError, match=message):
+        dpo.Args(model="m", output_dir="o", dataset=("d",), **settings)  # pyright: ignore
+
+
+def as_value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def test_log_ratios_by_side_and_by_token() -> None:
+    row = dpo.pack(
+        [0, 1, 2, 3],
+        [[1, 2, 3], [1, 4], [5, 6], [5, 7, 8, 9]],
+        [[False, True, True], [False, True], [False, True], [False, True, True, True]],
+        shared=[0, 0, 0, 0],
+    )
+    values = torch.where(row.response_mask, torch.arange(1.0, row.num_tokens + 1), 0.0)
+    chosen, rejected = dpo.log_ratios(row, values, means=False)
+    assert (chosen.tolist(), rejected.tolist()) == ([1 + 2, 6], [4, 8 + 9 + 10])
+    chosen, rejected = dpo.log_ratios(row, values, means=True)
+    assert (chosen.tolist(), rejected.tolist()) == ([1.5, 6], [4, 9])
+    dummy = dpo.pack([], [], [])
+    chosen, _ = dpo.log_ratios(dummy, torch.zeros(2, requires_grad=True), means=True)
+    chosen.sum().backward()
