@@ -482,10 +482,10 @@ def test_prompts_of_preference_rows(tmp_path):
         {"prompt": "hello", "chosen": "12", "rejected": "1"},
         {"chosen": "Human: hello", "rejected": "Human: hell"},
     ]
-    kept, report = prompts(tmp_path, rows)
+    kept, dropped = prompts(tmp_path, rows)
     assert kept[0].prompt == [{"role": "user", "content": "hello"}]
     assert kept[0].prompt_ids == kept[1].prompt_ids
-    assert report.dropped == {"no_prompt_column": 1}
+    assert dropped == {"no_prompt_column": 1}
 
 
 def test_prompts_render_tools_and_know_their_source(tmp_path):

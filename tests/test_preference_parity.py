@@ -523,8 +523,8 @@ def test_prompts_that_rows_do_not_name(tmp_path: Path, models: tuple[Path, Path]
             )
             texts.append((mine, yours))
     assert texts == [
-        (" yes, 12<eos>", "12<eos>"),
-        (" yes, no<eos>", "no<eos>"),
+        (" yes, 12<eos>", " 12<eos>"),
+        (" yes, no<eos>", " no<eos>"),
         (" ended well<eos>", "ed well<eos>"),
         (" endured<eos>", "ured<eos>"),
     ]
