@@ -884,7 +884,8 @@ class Reference:
 
     Args:
         data: the pairs.
-        values: (N,) f32; by pair, in it chosen before rejected, in it by position.
+        values: (N,) f32; by pair, in it chosen before rejected, in it by position; NaN where
+            none was asked for.
     """
 
     def __init__(self, data: PairDataset, values: np.ndarray) -> None:
@@ -901,9 +902,11 @@ class Reference:
         return slice(self.starts[sequence], self.starts[sequence + 1])
 
 
-def reference_key(model: PreTrainedModel, data: PairDataset, *about: str) -> str:
+def reference_key(model: PreTrainedModel, data: PairDataset, wanted: list[int], *about: str) -> str:
     """Changes whenever reference log-probs can: a hash of the weights themselves, of all token ids
-    and masks, and of the code that computes.  # collective: all ranks; rank 0 has the key
+    and masks, of the wanted pairs, and of the code that computes.
+
+    # collective: all ranks; rank 0 has the key
     """
     digest = hashlib.sha256("\0".join([*about, torch.__version__]).encode())
     for name, weight in stream_full_tensors(model, dtype=torch.float32):
@@ -911,7 +914,8 @@ def reference_key(model: PreTrainedModel, data: PairDataset, *about: str) -> str
             digest.update(name.encode())
             digest.update(weight.cpu().contiguous().numpy().data)
     sides = data.sides
-    for array in (sides.input_ids, sides.loss_mask, sides.offsets, data.num_shared):
+    arrays = (sides.input_ids, sides.loss_mask, sides.offsets, data.num_shared, np.array(wanted))
+    for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     root = Path(__file__).parent
     for name in (
@@ -1018,13 +1022,28 @@ def main(args: Args) -> None:
         return pack_pairs(data, members, prefix_sharing=args.prefix_sharing).to(env.device)
 
     # ---- [3] models and optimizer ----
+    def batch(step: int) -> list[int]:
+        """Pairs of a step, the same on every rank."""
+        return batch_indices(
+            step,
+            sizes=sizes,
+            weights=args.dataset_weights,
+            rows_per_step=args.pairs_per_step,
+            seed=args.seed,
+        )
+
     @torch.no_grad()
-    def cached_reference(policy: PreTrainedModel, data: PairDataset) -> Reference:
-        """Log-probs of `policy` for all targets, from the cache if they are there.  # collective"""
-        reference = Reference(data, np.zeros(int(data.num_targets.sum()), np.float32))
+    def cached_reference(
+        policy: PreTrainedModel, data: PairDataset, wanted: list[int]
+    ) -> Reference:
+        """Log-probs of `policy` for the `wanted` pairs, from the cache if they are there.
+
+        # collective: all ranks
+        """
+        reference = Reference(data, np.full(int(data.num_targets.sum()), np.nan, np.float32))
         folder = None
         if args.cache_dir is not None:
-            key = reference_key(policy, data, str(dtype), env.device.type)
+            key = reference_key(policy, data, wanted, str(dtype), env.device.type)
             folder = Path(args.cache_dir).expanduser().resolve() / from_rank0(lambda: key)
             arrays = (load_arrays(folder, verify=True) if env.rank == 0 else None) or ({}, {})
             if from_rank0(lambda: bool(arrays[0])):
@@ -1032,20 +1051,21 @@ def main(args: Args) -> None:
                 reference.values = share_arrays(arrays[0], folder)["logprobs"]
                 return reference
         start = time.perf_counter()
-        for first in range(0, len(data), 1024):
-            tracker.phase("reference log-probs", first, len(data))
-            pairs = list(range(first, min(first + 1024, len(data))))
-            offset, end = reference.starts[2 * pairs[0]], reference.starts[2 * pairs[-1] + 2]
-            part = torch.zeros(int(end - offset))
-            for members in plan(data, pairs)[env.rank]:
+        for first in range(0, len(wanted), 1024):
+            tracker.phase("reference log-probs", first, len(wanted))
+            computed: dict[int, np.ndarray] = {}
+            for members in plan(data, wanted[first : first + 1024])[env.rank]:
                 row = pack_row(data, members)
                 logprobs, _ = compute_logprobs(policy, row)
-                for s, values in zip(row.sequence_ids, row.split(logprobs), strict=True):
-                    span = reference.span(s)
-                    part[span.start - offset : span.stop - offset] = values.cpu()
-            dist.all_reduce(part)  # collective: all ranks; each has computed its own pairs
-            reference.values[offset:end] = part.numpy()
-        print0(f"reference log-probs: computed in {time.perf_counter() - start:.1f} s")
+                parts = [part.cpu().numpy() for part in row.split(logprobs)]
+                computed |= zip(row.sequence_ids, parts, strict=True)
+            for of_rank in all_gather_objects(computed):  # collective: all ranks
+                for sequence, values in of_rank.items():
+                    reference.values[reference.span(sequence)] = values
+        print0(
+            f"reference log-probs: {len(wanted):,} pairs computed in "
+            f"{time.perf_counter() - start:.1f} s"
+        )
         if folder is not None and env.rank == 0:
             try:
                 save_arrays(folder, {"logprobs": reference.values}, {})
@@ -1056,6 +1076,9 @@ def main(args: Args) -> None:
     references: dict[str, Reference] = {}
     ref_model = None
     datasets = {"train": dataset} | ({} if eval_dataset is None else {"eval": eval_dataset})
+    pairs_of = {name: list(range(len(data))) for name, data in datasets.items()}
+    if args.num_steps * args.pairs_per_step < len(dataset):  # only those that the run will see
+        pairs_of["train"] = sorted({p for i in range(args.num_steps) for p in batch(i + 1)})
     if args.ref_model is not None or (
         args.reference == "live" and args.lora_rank is None and args.loss != "simpo"
     ):
@@ -1068,7 +1091,10 @@ def main(args: Args) -> None:
             flag="--model" if args.ref_model is None else "--ref_model",
         )
         if args.reference == "cached":
-            references = {name: cached_reference(ref_model, d) for name, d in datasets.items()}
+            references = {
+                name: cached_reference(ref_model, data, pairs_of[name])
+                for name, data in datasets.items()
+            }
             ref_model = None
     largest_id = max(data.largest_id for data in datasets.values())
     # -- shared: reward models --
@@ -1142,7 +1168,9 @@ def main(args: Args) -> None:
     # -- end shared --
     if args.reference == "cached" and args.loss != "simpo" and not references:
         # No second model: before its first update the policy is the reference.
-        references = {name: cached_reference(model, data) for name, data in datasets.items()}
+        references = {
+            name: cached_reference(model, data, pairs_of[name]) for name, data in datasets.items()
+        }
 
     @torch.no_grad()
     def reference_logprobs(name: str, row: PackedRow) -> Tensor:
@@ -1261,7 +1289,7 @@ def main(args: Args) -> None:
         # Self-test: before its first update the policy is the reference. If their log-probs differ,
         # they belong to other rows, other weights or another computation.
         gaps = []
-        for members in plan(dataset, list(range(min(len(dataset), 4 * env.world_size))))[env.rank]:
+        for members in plan(dataset, pairs_of["train"][: 4 * env.world_size])[env.rank]:
             row = pack_row(dataset, members)
             with torch.no_grad():
                 gap = compute_logprobs(model, row)[0] - reference_logprobs("train", row)
@@ -1292,13 +1320,7 @@ def main(args: Args) -> None:
         tracker.phase("training")
 
         # (a) next batch: the same on every rank, each packs its share
-        pairs = batch_indices(
-            step,
-            sizes=sizes,
-            weights=args.dataset_weights,
-            rows_per_step=args.pairs_per_step,
-            seed=args.seed,
-        )
+        pairs = batch(step)
         microbatches = plan(dataset, pairs)
         rows = [pack_row(dataset, members) for members in microbatches[env.rank]]
         # Counted once, before the first backward, over all ranks and microbatches.

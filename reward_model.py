@@ -12,7 +12,7 @@ averaged over the pairs of the optimizer step, on all ranks; e is --label_smooth
 Deviations from the papers:
 [D1] every pair counts once; InstructGPT makes all pairs of a prompt's K responses one element.
 [D2] Llama 2 derives the margin from a four-step rating; here it is the data's column `margin`.
-[D3] the constant that makes the mean score of reference responses 0 (InstructGPT, appendix C.2)
+[D3] the constant that makes the mean score of reference responses 0 (InstructGPT, section 3.5)
      cannot be in the standard head, which has no bias: it is `score_bias` in config.json.
 
 Launch:

@@ -95,7 +95,7 @@ def test_twenty_steps_raise_the_margin(loss: str) -> None:
 
 
 def test_robust_loss_is_unbiased_under_flipped_labels() -> None:
-    """arXiv:2403.00409, lemma 3.1: the mean over flips of a share e is the clean loss."""
+    """arXiv:2403.00409: its mean over flips of a share e of the labels is the clean loss."""
     d = torch.linspace(-30, 30, 7, dtype=torch.float64)
     zero, e = torch.zeros_like(d), 0.3
     right = dpo.preference_loss(d, zero, loss="robust", beta=0.2, label_smoothing=e)
