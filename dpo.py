@@ -38,6 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ from common.formats import as_tools
 from common.logprobs import compute_logprobs
 from common.lora import LoraSettings, adapters_off
 from common.model import (
+    check_fits,
     clip_grad_norm,
     export_adapter,
     export_hf,
@@ -275,6 +277,12 @@ class Args:
         if self.length_normalise is None:
             return self.loss in ("ipo", "simpo")
         return self.length_normalise
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """models and data that the run reads, and must not overwrite"""
+        data = (*self.dataset, *self.eval_dataset, *self.online_dataset)
+        return (self.model, self.ref_model or self.model, *self.rewards, *data)
 
     # -- shared: derived args --
     @property
@@ -616,11 +624,11 @@ def pack_pairs(data: PairDataset, pairs: list[int], *, prefix_sharing: bool) -> 
 
 
 TIE = 1e-5
-"""margins up to this are rounding: such a pair is neither right nor wrong"""
+"""differences up to this are rounding: such a pair is neither right nor wrong"""
 
 
 def wins_and_ties(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of pairs in the right order, and of ties; margins are (pairs,)."""
+    """Number of pairs in the right order, and of ties, from (pairs,) differences."""
     return (margins > TIE).double().sum(), (margins.abs() <= TIE).double().sum()
 
 
@@ -827,9 +835,9 @@ def peak_memory_gb(device: torch.device) -> float:
 # ---- data: what forks change first ----
 
 MAX_GAP_FP32 = 1e-3
-"""self-test, everything in float32: largest |log pi - log pi_ref|; a healthy run has 1e-5"""
+"""self-test, float32: largest difference of a token's reference log-prob; a healthy run has 1e-5"""
 MEAN_GAP_BF16 = 0.15
-"""self-test, bfloat16: mean |log pi - log pi_ref|; the same numbers, rounded in other batches"""
+"""self-test, bfloat16: mean difference; the same numbers are rounded otherwise in other rows"""
 
 
 def load(
@@ -903,12 +911,15 @@ class Reference:
 
 
 def reference_key(model: PreTrainedModel, data: PairDataset, wanted: list[int], *about: str) -> str:
-    """Changes whenever reference log-probs can: a hash of the weights themselves, of all token ids
-    and masks, of the wanted pairs, and of the code that computes.
+    """Changes whenever reference log-probs can: a hash of the weights themselves and the config, of
+    all token ids and masks, of the wanted pairs, and of the code that computes.
 
     # collective: all ranks; rank 0 has the key
     """
-    digest = hashlib.sha256("\0".join([*about, torch.__version__]).encode())
+    config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    about += (torch.__version__, version("transformers"))
+    about += (json.dumps(config, sort_keys=True, default=str),)
+    digest = hashlib.sha256("\0".join(about).encode())
     for name, weight in stream_full_tensors(model, dtype=torch.float32):
         if dist.get_rank() == 0:
             digest.update(name.encode())
@@ -936,7 +947,7 @@ def main(args: Args) -> None:
 
     # ---- [1] setup ----
     # -- shared: setup --
-    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, model=args.model)
+    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, inputs=args.inputs)
     env = setup(timeout_s=args.timeout_s, replicas=args.replicas)
     torch.manual_seed(args.seed)
     if args.dtype == "auto":
@@ -984,27 +995,6 @@ def main(args: Args) -> None:
     if args.num_epochs is not None:
         num_steps = math.ceil(args.num_epochs * len(dataset) / args.pairs_per_step)
         args = replace(args, num_steps=num_steps)
-    tracker = Tracker(
-        output_dir,
-        asdict(args) | {"world_size": env.world_size, "resolved_dtype": str(dtype)},
-        enabled=env.rank == 0,
-        total_steps=args.num_steps,
-        columns={
-            "loss": "policy/loss",
-            "accuracy": "policy/accuracy",
-            "margin": "policy/margin",
-            "eval": "eval/accuracy",
-            "eval margin": "eval/margin",
-            "win rate": "eval/online_win_rate",
-            "grad": "optim/grad_norm",
-            "lr": "optim/learning_rate",
-            "s": "time/step_s",
-            "pairs/s": "time/pairs_per_s",
-        },
-        wandb_project=args.wandb_project,
-        wandb_name=args.wandb_name,
-        source=__file__,
-    )
 
     def plan(data: PairDataset, pairs: list[int]) -> list[list[list[int]]]:
         """[rank][microbatch] -> pairs of `data`; the same on every rank."""
@@ -1033,6 +1023,33 @@ def main(args: Args) -> None:
         )
 
     @torch.no_grad()
+    def self_test(
+        policy: PreTrainedModel,
+        reference: Callable[[PackedRow], Tensor],
+        data: PairDataset,
+        pairs: list[int],
+    ) -> None:
+        """Refuse reference log-probs that are not those of `policy`: they would belong to other
+        rows, other weights or another computation.  # collective: all ranks
+        """
+        gaps: list[np.ndarray] = []
+        for members in plan(data, pairs[: 4 * env.world_size])[env.rank]:
+            row = pack_row(data, members)
+            gap = compute_logprobs(policy, row)[0] - reference(row)
+            gaps.append(gap[row.response_mask].abs().cpu().numpy())
+        everywhere = np.concatenate([gap for part in all_gather_objects(gaps) for gap in part])
+        exact = dtype == torch.float32
+        what, limit = ("largest", MAX_GAP_FP32) if exact else ("mean", MEAN_GAP_BF16)
+        gap = everywhere.max() if exact else everywhere.mean()
+        if not gap <= limit:
+            raise RuntimeError(
+                f"self-test failed: {what} gap {gap:.3g} > {limit} between the reference's "
+                f"log-probs of {len(everywhere)} tokens and those that are to be used; try "
+                "--cache_dir None, --reference live and --packing False to find the cause"
+            )
+        print0(f"self-test: reference log-probs are reproduced, {what} gap {gap:.1e}")
+
+    @torch.no_grad()
     def cached_reference(
         policy: PreTrainedModel, data: PairDataset, wanted: list[int]
     ) -> Reference:
@@ -1049,6 +1066,7 @@ def main(args: Args) -> None:
             if from_rank0(lambda: bool(arrays[0])):
                 print0(f"reference log-probs: from the cache ({folder})")
                 reference.values = share_arrays(arrays[0], folder)["logprobs"]
+                self_test(policy, reference, data, wanted)
                 return reference
         start = time.perf_counter()
         for first in range(0, len(wanted), 1024):
@@ -1071,31 +1089,13 @@ def main(args: Args) -> None:
                 save_arrays(folder, {"logprobs": reference.values}, {})
             except OSError as error:
                 print0(f"reference log-probs: not cached: {error}")
+        self_test(policy, reference, data, wanted)
         return reference
 
-    references: dict[str, Reference] = {}
-    ref_model = None
     datasets = {"train": dataset} | ({} if eval_dataset is None else {"eval": eval_dataset})
     pairs_of = {name: list(range(len(data))) for name, data in datasets.items()}
     if args.num_steps * args.pairs_per_step < len(dataset):  # only those that the run will see
         pairs_of["train"] = sorted({p for i in range(args.num_steps) for p in batch(i + 1)})
-    if args.ref_model is not None or (
-        args.reference == "live" and args.lora_rank is None and args.loss != "simpo"
-    ):
-        ref_model = load_model(
-            args.ref_model or args.model,
-            env,
-            dtype=dtype,
-            trainable=False,
-            cpu_offload=args.cpu_offload,
-            flag="--model" if args.ref_model is None else "--ref_model",
-        )
-        if args.reference == "cached":
-            references = {
-                name: cached_reference(ref_model, data, pairs_of[name])
-                for name, data in datasets.items()
-            }
-            ref_model = None
     largest_id = max(data.largest_id for data in datasets.values())
     # -- shared: reward models --
     reward_models = {
@@ -1123,27 +1123,9 @@ def main(args: Args) -> None:
         lora=args.lora,
         seed=args.seed,
     )
+    check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
     # -- end shared --
-    # -- shared: model check and optimizer --
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and args.max_sequence_tokens > context:
-        raise ValueError(
-            f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
-            f"--model={args.model}, {context} tokens"
-        )
-    num_embeddings = model.config.get_text_config().vocab_size
-    if largest_id >= num_embeddings:
-        raise ValueError(
-            f"--model={args.model}: the tokenizer makes token id {largest_id}, but the model has "
-            f"{num_embeddings} embeddings"
-        )
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings", math.inf)
-    if rope.get("rope_type") in ("longrope", "dynamic") and args.max_sequence_tokens > original:
-        raise ValueError(
-            f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
-            f"sequence of a batch; keep sequences within {original} tokens"
-        )
+    # -- shared: optimizer --
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -1166,11 +1148,48 @@ def main(args: Args) -> None:
         ),
     )
     # -- end shared --
-    if args.reference == "cached" and args.loss != "simpo" and not references:
-        # No second model: before its first update the policy is the reference.
-        references = {
-            name: cached_reference(model, data, pairs_of[name]) for name, data in datasets.items()
-        }
+    ref_model = None
+    if args.ref_model is not None or (
+        args.reference == "live" and args.lora_rank is None and args.loss != "simpo"
+    ):
+        name, flag = args.ref_model or args.model, "--ref_model" if args.ref_model else "--model"
+        ref_model = load_model(
+            name, env, dtype=dtype, trainable=False, cpu_offload=args.cpu_offload, flag=flag
+        )
+        check_fits(
+            ref_model,
+            name,
+            max_tokens=args.max_sequence_tokens,
+            largest_id=largest_id,
+            flag=flag,
+        )
+    tracker = Tracker(
+        output_dir,
+        asdict(args) | {"world_size": env.world_size, "resolved_dtype": str(dtype)},
+        enabled=env.rank == 0,
+        total_steps=args.num_steps,
+        columns={
+            "loss": "policy/loss",
+            "accuracy": "policy/accuracy",
+            "margin": "policy/margin",
+            "eval": "eval/accuracy",
+            "eval margin": "eval/margin",
+            "win rate": "eval/online_win_rate",
+            "grad": "optim/grad_norm",
+            "lr": "optim/learning_rate",
+            "s": "time/step_s",
+            "pairs/s": "time/pairs_per_s",
+        },
+        wandb_project=args.wandb_project,
+        wandb_name=args.wandb_name,
+        source=__file__,
+    )
+    references: dict[str, Reference] = {}
+    if args.reference == "cached" and args.loss != "simpo":
+        # Without --ref_model no second model: before its first update the policy is the reference.
+        for name, data in datasets.items():
+            references[name] = cached_reference(ref_model or model, data, pairs_of[name])
+        ref_model = None
 
     @torch.no_grad()
     def reference_logprobs(name: str, row: PackedRow) -> Tensor:
@@ -1214,7 +1233,7 @@ def main(args: Args) -> None:
         dist.all_reduce(ratios)  # collective: all ranks; each holds its own pairs
         kl = ratios.mean(0).clamp(min=0).tolist()
         rewards = args.beta * ratios
-        wins, ties = wins_and_ties(rewards[:, 0] - rewards[:, 1])
+        wins, ties = wins_and_ties(ratios[:, 0] - ratios[:, 1])
         return {
             "eval/loss": losses(ratios[:, 0], ratios[:, 1], kl).mean().item(),
             "eval/accuracy": wins.item() / len(data),
@@ -1279,33 +1298,17 @@ def main(args: Args) -> None:
             "time/online_s": time.perf_counter() - start,
         }
         if baseline is not None:
-            gains = (samples.scores - baseline)[samples.scores.isfinite() & baseline.isfinite()]
-            wins, ties = wins_and_ties(gains)
-            metrics["eval/online_win_rate"] = (wins + 0.5 * ties).item() / max(1, len(gains))
+            # A response without a score (empty, refused, not gradable) loses against any with one.
+            scores, before = (s.nan_to_num(nan=-1e30) for s in (samples.scores, baseline))
+            wins, ties = wins_and_ties(scores - before)
+            metrics["eval/online_win_rate"] = (wins + 0.5 * ties).item() / len(scores)
         return metrics, samples.scores
 
     # ---- [5] train loop ----
-    if args.loss != "simpo" and args.ref_model is None:
-        # Self-test: before its first update the policy is the reference. If their log-probs differ,
-        # they belong to other rows, other weights or another computation.
-        gaps = []
-        for members in plan(dataset, pairs_of["train"][: 4 * env.world_size])[env.rank]:
-            row = pack_row(dataset, members)
-            with torch.no_grad():
-                gap = compute_logprobs(model, row)[0] - reference_logprobs("train", row)
-            gaps.append(gap[row.response_mask].abs().cpu().numpy())
-        gaps = np.concatenate([gap for part in all_gather_objects(gaps) for gap in part])
-        exact = dtype == torch.float32
-        gap, limit = (gaps.max(), MAX_GAP_FP32) if exact else (gaps.mean(), MEAN_GAP_BF16)
-        print0(
-            f"self-test: log-probs of policy and reference, {len(gaps)} tokens, differ by "
-            f"{gaps.mean():.1e} on average, {gaps.max():.1e} at most"
-        )
-        if not gap <= limit:
-            raise RuntimeError(
-                f"self-test failed: {'largest' if exact else 'mean'} log-prob gap {gap:.3g} > "
-                f"{limit} between the policy and its reference before the first update; try "
-                "--cache_dir None, --reference live and --packing False to find the cause"
+    if args.reference == "live" and args.loss != "simpo" and args.ref_model is None:
+        with torch.no_grad():  # before its first update the policy is the reference
+            self_test(
+                model, lambda row: reference_logprobs("train", row), dataset, pairs_of["train"]
             )
     before, baseline = {}, None
     if eval_dataset is not None:
@@ -1353,7 +1356,7 @@ def main(args: Args) -> None:
             loss.backward()  # FSDP sums gradients over ranks, so this is the global mean
 
             with torch.no_grad():
-                wins, ties = wins_and_ties(args.beta * (chosen - rejected))
+                wins, ties = wins_and_ties(chosen - rejected)
                 # k3 (Schulman 2020) of KL(policy, reference), but on responses of neither
                 drift = row.sum_sequences(torch.expm1(-log_ratio) + log_ratio)
                 for name, value in {

@@ -49,6 +49,7 @@ from common.dist import parse_args, print0, setup, shutdown
 from common.logprobs import compute_scores
 from common.lora import LoraSettings
 from common.model import (
+    check_fits,
     choose_pad_token,
     clip_grad_norm,
     export_adapter,
@@ -196,6 +197,11 @@ class Args:
     def optimizer_steps(self) -> int:
         """planned optimizer steps of the run, the clock of the learning rate"""
         return self.num_steps
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """models and data that the run reads, and must not overwrite"""
+        return (self.model, *self.dataset, *self.eval_dataset, *self.reference_dataset)
 
     # -- shared: derived args --
     @property
@@ -350,8 +356,13 @@ def score_metrics(
         "eval/margin": float(margins.mean()),
         "eval/chosen_score": float(scores[:, 0].mean()),
         "eval/rejected_score": float(scores[:, 1].mean()),
-        "eval/length_correlation": spearman(scores.ravel(), response_lengths.ravel()),
     }
+    # A difference of rounding is none: ranks would make much of it.
+    scores, grades = np.round(scores / TIE), np.round(grades / TIE)
+    metrics["eval/length_correlation"] = spearman(scores.ravel(), response_lengths.ravel())
+    graded = np.isfinite(grades)
+    if graded.sum() > 1:
+        metrics["eval/grade_correlation"] = spearman(scores[graded], grades[graded])
     # A model that says |margin| promises the accuracy sigmoid(|margin|): is that what it has?
     deciles = np.array_split(np.argsort(np.abs(margins), kind="stable"), min(10, len(margins)))
     gaps = []
@@ -367,9 +378,6 @@ def score_metrics(
         parts = [accuracy(longer > 0), accuracy(longer < 0)]
         metrics["eval/accuracy_chosen_longer"], metrics["eval/accuracy_chosen_shorter"] = parts
         metrics["eval/accuracy_length_balanced"] = sum(parts) / 2
-    graded = np.isfinite(grades)
-    if graded.sum() > 1:
-        metrics["eval/grade_correlation"] = spearman(scores[graded], grades[graded])
     return metrics
 
 
@@ -508,11 +516,11 @@ def pack_pairs(data: PairDataset, pairs: list[int], *, prefix_sharing: bool) -> 
 
 
 TIE = 1e-5
-"""margins up to this are rounding: such a pair is neither right nor wrong"""
+"""differences up to this are rounding: such a pair is neither right nor wrong"""
 
 
 def wins_and_ties(margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of pairs in the right order, and of ties; margins are (pairs,)."""
+    """Number of pairs in the right order, and of ties, from (pairs,) differences."""
     return (margins > TIE).double().sum(), (margins.abs() <= TIE).double().sum()
 
 
@@ -602,7 +610,7 @@ def main(args: Args) -> None:
 
     # ---- [1] setup ----
     # -- shared: setup --
-    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, model=args.model)
+    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, inputs=args.inputs)
     env = setup(timeout_s=args.timeout_s, replicas=args.replicas)
     torch.manual_seed(args.seed)
     if args.dtype == "auto":
@@ -647,26 +655,10 @@ def main(args: Args) -> None:
         lora=args.lora,
         seed=args.seed,
     )
-    # -- shared: model check and optimizer --
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and args.max_sequence_tokens > context:
-        raise ValueError(
-            f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
-            f"--model={args.model}, {context} tokens"
-        )
-    num_embeddings = model.config.get_text_config().vocab_size
-    if largest_id >= num_embeddings:
-        raise ValueError(
-            f"--model={args.model}: the tokenizer makes token id {largest_id}, but the model has "
-            f"{num_embeddings} embeddings"
-        )
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings", math.inf)
-    if rope.get("rope_type") in ("longrope", "dynamic") and args.max_sequence_tokens > original:
-        raise ValueError(
-            f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
-            f"sequence of a batch; keep sequences within {original} tokens"
-        )
+    check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
+    if getattr(model.config, "score_bias", None) is not None and reference_dataset is None:
+        print0("the starting model's score_bias is dropped: --reference_dataset finds a new one")
+    # -- shared: optimizer --
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -836,8 +828,14 @@ def main(args: Args) -> None:
         print0(f"score_bias: {score_bias:.4f}, in config.json; --rewards model:PATH adds it")
     tracker.phase("saving")
     tokenizer.pad_token = pad_token
-    if args.prompt_format == "text":  # whoever loads it must format prompts as here
+    # Whoever loads it must write conversations as here.
+    if args.prompt_format == "text" or dataset.whole_texts.all():
         tokenizer.chat_template = None
+    elif tokenizer.chat_template:
+        settings = [f"{{%- set {name} = {v!r} %}}" for name, v in args.template_args.items()]
+        tokenizer.chat_template = "".join([*settings, str(tokenizer.chat_template)])
+        if dataset.whole_texts.any():
+            print0("pairs of whole texts were trained as they are; `final` has a chat template")
     export_hf(
         model,
         tokenizer,

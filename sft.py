@@ -43,6 +43,7 @@ from common.dist import parse_args, print0, setup, shutdown
 from common.logprobs import compute_logprobs
 from common.lora import LoraSettings
 from common.model import (
+    check_fits,
     clip_grad_norm,
     export_adapter,
     export_hf,
@@ -173,6 +174,11 @@ class Args:
     def optimizer_steps(self) -> int:
         """planned optimizer steps of the run, the clock of the learning rate"""
         return self.num_steps
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """models and data that the run reads, and must not overwrite"""
+        return (self.model, *self.dataset, *self.eval_dataset)
 
     # -- shared: derived args --
     @property
@@ -436,7 +442,7 @@ def main(args: Args) -> None:
 
     # ---- [1] setup ----
     # -- shared: setup --
-    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, model=args.model)
+    output_dir = prepare_output_dir(args.output_dir, overwrite=args.overwrite, inputs=args.inputs)
     env = setup(timeout_s=args.timeout_s, replicas=args.replicas)
     torch.manual_seed(args.seed)
     if args.dtype == "auto":
@@ -475,27 +481,9 @@ def main(args: Args) -> None:
         lora=args.lora,
         seed=args.seed,
     )
+    check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
     # -- end shared --
-    # -- shared: model check and optimizer --
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and args.max_sequence_tokens > context:
-        raise ValueError(
-            f"sequences of up to {args.max_sequence_tokens} tokens do not fit into the context of "
-            f"--model={args.model}, {context} tokens"
-        )
-    num_embeddings = model.config.get_text_config().vocab_size
-    if largest_id >= num_embeddings:
-        raise ValueError(
-            f"--model={args.model}: the tokenizer makes token id {largest_id}, but the model has "
-            f"{num_embeddings} embeddings"
-        )
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings", math.inf)
-    if rope.get("rope_type") in ("longrope", "dynamic") and args.max_sequence_tokens > original:
-        raise ValueError(
-            f"--model={args.model}: {rope['rope_type']} rotary embeddings depend on the longest "
-            f"sequence of a batch; keep sequences within {original} tokens"
-        )
+    # -- shared: optimizer --
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [

@@ -173,9 +173,10 @@ def parse_pair(row: Row, name: str) -> PairExample:
 def _number(row: Row, column: str) -> float:
     """NaN if there is none."""
     value = row.get(column)
-    if is_null(value):
+    if value is None or value != value:
         return math.nan
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    # beyond 1e30 a float32 loss would overflow
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e30:
         raise ValueError(f"{column}: expected a number, found {value!r:.200}")
     return float(value)
 

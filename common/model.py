@@ -5,6 +5,7 @@ last token's hidden state.
 """
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -350,6 +351,46 @@ def load_model(
     return model
 
 
+def context_tokens(model: PreTrainedModel) -> float:
+    """Longest sequence that a model computes as it was made to; infinite if there is no limit.
+
+    Longrope and dynamic rotary embeddings depend on the longest sequence of a batch from their
+    original context on: a sequence would have other log-probs in another row.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    limits = [getattr(model.config, "max_position_embeddings", None)]
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        limits.append(rope.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def check_fits(
+    model: PreTrainedModel, name: str, *, max_tokens: int, largest_id: int, flag: str = "--model"
+) -> None:
+    """Refuse sequences that a model cannot read.
+
+    Args:
+        model: from `load_model`.
+        name, flag: what it was loaded from, for errors.
+        max_tokens: of the longest sequence that there may be.
+        largest_id: of all token ids.
+
+    Raises:
+        ValueError: one of these is too large.
+    """
+    if max_tokens > (context := context_tokens(model)):
+        raise ValueError(
+            f"sequences of up to {max_tokens} tokens do not fit into the context of {flag}={name}, "
+            f"{context} tokens (for longrope and dynamic rotary embeddings: the original one)"
+        )
+    num_embeddings = model.config.get_text_config().vocab_size
+    if largest_id >= num_embeddings:
+        raise ValueError(
+            f"{flag}={name}: the tokenizer makes token id {largest_id}, but the model has "
+            f"{num_embeddings} embeddings"
+        )
+
+
 def _check_config(config: PretrainedConfig, head: Literal["lm", "score"], place: str) -> None:
     """Refuse checkpoints of other models than this module's; `place` begins the error."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -484,7 +525,9 @@ def _load_from_rank0(
         gap, limit = gaps.max(), (1e-4 if scores else 2e-5) * scale
         if not exact:  # nor has it a scale of its own, as a log-prob has
             gap, limit = gaps.mean(), 0.15 * (scale if scores else torch.ones(()))
-        if not gap <= limit:
+        if not theirs.isfinite().all():
+            failure = "plain transformers computes NaN with it; are all its weights finite?"
+        elif not gap <= limit:
             failure = (
                 f"its {'scores' if scores else 'log-probs'} in packed rows differ from plain "
                 f"transformers by {gap:.2g}; "

@@ -81,6 +81,8 @@ class PairDataset(Sequence[PairRow]):
         self.has_margin = self.num_margins > 0
         self.margins = np.nan_to_num(arrays["margins"])  # (P,) f64, 0 where the data has none
         self.grades = arrays["grades"]  # (P, 2) f64, NaN where the data has none
+        # (P,) bool, two texts without a prompt column, which no template was applied to
+        self.whole_texts = arrays["whole_texts"]
         # (P, 3) i64, hashes of the ids of prompt, chosen and rejected response
         self.keys = arrays["keys"]
 
@@ -120,6 +122,7 @@ class _PairEncoder(RowEncoder):
         "prompt_lengths": np.zeros(0, np.int64),
         "margins": np.zeros(0, np.float64),
         "grades": np.zeros((0, 2), np.float64),
+        "whole_texts": np.zeros(0, bool),
         "keys": np.zeros((0, 3), np.int64),
     }
 
@@ -164,6 +167,7 @@ class _PairEncoder(RowEncoder):
                 "prompt_lengths": np.array([prompt_length]),
                 "margins": np.array([margin]),
                 "grades": np.array([example.grades]),
+                "whole_texts": np.array([example.whole_texts]),
                 "keys": np.array([keys]),
             }
         ]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from common.dist import DistEnv, all_gather_objects, print0
 from common.formats import Drop, Messages, num_common
 from common.logprobs import compute_scores
-from common.model import load_model, load_tokenizer
+from common.model import context_tokens, load_model, load_tokenizer
 from common.packing import pack, plan_microbatches
 from common.pairs import ResponseEncoder
 
@@ -83,13 +83,7 @@ class RewardModel:
         self._bias = float(getattr(config, "score_bias", None) or 0.0)
         self._pad_id = config.get_text_config().pad_token_id
         self._num_embeddings = config.get_text_config().vocab_size
-        rope = getattr(config, "rope_parameters", None) or {}
-        depends_on_batch = rope.get("rope_type") in ("longrope", "dynamic")
-        limits = (
-            getattr(config, "max_position_embeddings", None),
-            rope.get("original_max_position_embeddings") if depends_on_batch else None,
-        )
-        self._context = min((limit for limit in limits if limit is not None), default=math.inf)
+        self._context = context_tokens(self._model)
 
     @torch.no_grad()
     def score(
@@ -123,7 +117,9 @@ class RewardModel:
         refusals: dict[int, Drop] = {}
         for s, encoded in sorted(_merged(mine).items()):
             if isinstance(encoded, ValueError):
-                raise ValueError(f"{self.flag}: {encoded}") from encoded
+                # the encoder's advice is for the policy's tokenizer
+                message = str(encoded).partition("; bring one with --chat_template")[0]
+                raise ValueError(f"{self.flag}: {message}") from encoded
             if isinstance(encoded, Drop):
                 refusals[s] = encoded
             else:

@@ -8,22 +8,29 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+_RESULTS = ("rollouts", "final", "adapter")
+"""what a run deletes of the one that it overwrites"""
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
 
 
-def prepare_output_dir(output_dir: str, *, overwrite: bool, model: str) -> Path:
+def prepare_output_dir(output_dir: str, *, overwrite: bool, inputs: Sequence[str]) -> Path:
     """The run's folder, checked before anything expensive starts; call it on every rank.
+
+    Args:
+        output_dir: created if missing.
+        overwrite: allow it to hold a run.
+        inputs: models, rewards and data that the run reads, as on the command line.
 
     Raises:
         ValueError: it holds a run already and `overwrite` is off, another process is writing there,
-            it cannot be written, or it is the home of the `model` to start from.
+            it cannot be written, or one of the `inputs` would be deleted with the old run.
     """
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
@@ -34,8 +41,11 @@ def prepare_output_dir(output_dir: str, *, overwrite: bool, model: str) -> Path:
             f"--output_dir={output_dir} holds a run already; "
             "choose another or pass --overwrite True"
         )
-    if Path(model).exists() and Path(model).resolve() == (path / "final").resolve():
-        raise ValueError(f"--output_dir={output_dir} would overwrite --model={model}")
+    for name in inputs:
+        source = Path(name.removeprefix("model:").partition("[")[0]).expanduser()
+        homes = [(path / result).resolve() for result in _RESULTS]
+        if source.exists() and any(source.resolve().is_relative_to(home) for home in homes):
+            raise ValueError(f"--output_dir={output_dir} would overwrite {name}, which is read")
     try:
         path.mkdir(parents=True, exist_ok=True)
         if os.environ.get("RANK", "0") == "0" and path.resolve() not in _locks:
@@ -81,7 +91,7 @@ class Tracker:
         self._total_steps = total_steps
         settings = {**settings, "git_sha": _git_sha(Path(source).parent)}
         # Nothing of an overwritten run may look like a result of this one.
-        for stale in ("rollouts", "final", "adapter"):
+        for stale in _RESULTS:
             shutil.rmtree(output_dir / stale, ignore_errors=True)
         (output_dir / "args.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
         self._file = (output_dir / "metrics.jsonl").open("w", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dpo
+from common.cache import load_arrays, save_arrays
+from common.dist import DistEnv
+from common.model import load_model, load_tokenizer
+from common.pairs import load_pairs
 from tests.launch import metrics, run, same_every_time
 from tests.test_invariance import pair_flags, write_pairs
-from tests.tiny import make_tiny_model
+from tests.test_model import env as env  # the fixture
+from tests.tiny import CHAT_TEMPLATE, make_tiny_model
 
 
 def train(flags: list[object], out: Path, *more: object) -> tuple[list[dict[str, float]], str]:
@@ -28,18 +34,80 @@ def test_the_cache_of_reference_logprobs_cannot_go_stale(tmp_path: Path) -> None
     assert "18 pairs computed" in said and "23 pairs computed" in said  # only what the run needs
     again, said = train(flags, tmp_path / "b", "--seed", 0)
     assert said.count("reference log-probs: from the cache") == 2 and again == first
-    # same folder, same file names, another model or other data
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    weights["model.norm.weight"] *= 1.01
-    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    other, said = train(flags, tmp_path / "c")
-    assert "computed in" in said and other[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    # same folder, same file names, other data
     write_pairs(tmp_path, num_rows=22)
     other, said = train(flags, tmp_path / "d")
     assert "computed in" in said and other[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     # without a cache the numbers are the same
     fresh, said = train(flags, tmp_path / "e", "--cache_dir", "None")
     assert fresh == other and said.count("computed in") == 2
+
+
+def test_what_the_key_of_the_cache_depends_on(tmp_path: Path, env: DistEnv) -> None:
+    """P25; a changed rope_theta of --ref_model once went unnoticed: it is in no weight."""
+    path = make_tiny_model(tmp_path / "model")
+    pairs = [str(write_pairs(tmp_path))]
+
+    def key(*, max_tokens: int = 96, wanted: int = 5, dtype: str = "float32") -> str:
+        model = load_model(str(path), env, dtype=torch.float32, trainable=False)
+        tokenizer = load_tokenizer(str(path))
+        data, _ = load_pairs(
+            pairs, tokenizer, max_tokens=max_tokens, for_scoring=False, overlong="truncate"
+        )
+        return dpo.reference_key(model, data, list(range(wanted)), dtype, "cpu")
+
+    first = key()
+    assert key() == first
+    keys = [first, key(max_tokens=24), key(wanted=6), key(dtype="bfloat16")]
+    for name, value in (("rms_norm_eps", 1e-4), ("rope_theta", 5e4)):
+        config = json.loads((path / "config.json").read_text())
+        if "rope_parameters" in config and name == "rope_theta":
+            config["rope_parameters"]["rope_theta"] = value
+        else:
+            config[name] = value
+        (path / "config.json").write_text(json.dumps(config))
+        keys.append(key())
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-6
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    keys.append(key())
+    tokenizer_file = path / "tokenizer_config.json"
+    (path / "chat_template.jinja").write_text("Q: " + CHAT_TEMPLATE)
+    assert tokenizer_file.is_file()
+    keys.append(key())
+    write_pairs(tmp_path, num_rows=22)
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.timeout(300)
+def test_wrong_reference_logprobs_are_noticed(tmp_path: Path) -> None:
+    """Whatever is wrong with them, a few are computed again before the first step."""
+    flags = [*pair_flags(tmp_path), "--num_steps", 1]
+    train(flags, tmp_path / "a")
+    for folder in (tmp_path / "cache").iterdir():
+        arrays = load_arrays(folder)
+        if arrays and "logprobs" in arrays[0]:
+            values = arrays[0]["logprobs"][::-1].copy()  # of other rows
+            shutil.rmtree(folder)
+            save_arrays(folder, {"logprobs": values}, {})
+    answer = run("dpo.py", *flags, "--output_dir", tmp_path / "b")
+    assert answer.returncode != 0 and "self-test failed" in answer.stderr
+
+
+@pytest.mark.timeout(300)
+def test_reference_that_does_not_fit(tmp_path: Path) -> None:
+    """It ended in an IndexError, and its checkpoint in the overwritten run was deleted first."""
+    flags = pair_flags(tmp_path)
+    small = make_tiny_model(tmp_path / "small", flavour="no_template", vocab_size=100)
+    out = tmp_path / "out"
+    answer = run("dpo.py", *flags, "--output_dir", out, "--ref_model", small)
+    assert answer.returncode != 0 and f"--ref_model={small}: the tokenizer makes" in answer.stderr
+    make_tiny_model(out / "final", flavour="no_template")
+    more = ["--overwrite", "True", "--ref_model", out / "final"]
+    answer = run("dpo.py", *flags, "--output_dir", out, *more)
+    assert answer.returncode != 0 and "would overwrite" in answer.stderr
+    assert (out / "final" / "config.json").is_file()
 
 
 @pytest.mark.timeout(300)
@@ -49,7 +117,7 @@ def test_another_reference_than_the_starting_model(tmp_path: Path) -> None:
     more = ["--ref_model", reference, "--num_steps", 1]
     cached, said = train(flags, tmp_path / "cached", *more)
     live, _ = train(flags, tmp_path / "live", *more, "--reference", "live")
-    assert "self-test" not in said
+    assert said.count("log-probs are reproduced") == 2
     assert abs(cached[0]["eval/loss"] - math.log(2)) > 1e-3
     for ours, theirs in zip(cached, live, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)

@@ -95,12 +95,24 @@ def test_output_dir_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="--output_dir="):
-            prepare_output_dir(str(path), overwrite=False, model="m")
-    run = prepare_output_dir(str(tmp_path / "run"), overwrite=False, model="m")
+            prepare_output_dir(str(path), overwrite=False, inputs=["m"])
+    run = prepare_output_dir(str(tmp_path / "run"), overwrite=False, inputs=["m"])
     (run / "metrics.jsonl").write_text("{}")
     with pytest.raises(ValueError, match="--overwrite"):
-        prepare_output_dir(str(run), overwrite=False, model="m")
-    assert prepare_output_dir(str(run), overwrite=True, model="m") == run
+        prepare_output_dir(str(run), overwrite=False, inputs=["m"])
+    assert prepare_output_dir(str(run), overwrite=True, inputs=["m"]) == run
+
+
+def test_what_a_run_reads_is_not_deleted(tmp_path: Path) -> None:
+    """A reference model, a reward model and rollouts of the overwritten run were deleted first."""
+    (tmp_path / "final").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text("{}")
+    for name in ("final", "rollouts/step_1.jsonl[:90%]"):
+        for prefix in ("", "model:"):
+            with pytest.raises(ValueError, match="would overwrite"):
+                inputs = ["hub/name", f"{prefix}{tmp_path}/{name}"]
+                prepare_output_dir(str(tmp_path), overwrite=True, inputs=inputs)
 
 
 def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
@@ -108,4 +120,4 @@ def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another run is writing there"):
-            prepare_output_dir(str(tmp_path), overwrite=True, model="m")
+            prepare_output_dir(str(tmp_path), overwrite=True, inputs=["m"])
