@@ -111,13 +111,13 @@ class Args:
     """GPU only: parameters, gradients and optimizer state in host memory; same results, slower"""
     compile: bool = False
     """torch.compile every decoder layer: a slow start, then faster steps; same results"""
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of the final checkpoint"""
     replicas: int = 1
     """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
     timeout_s: float = 1800.0
     """seconds until a collective that some rank never reaches fails; longer than a slow rollout"""
     # -- end shared --
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the final checkpoint"""
 
     num_epochs: float | None = None
     """passes over the data, as many as --dataset has rows; replaces num_steps (rounded up)"""
@@ -338,6 +338,8 @@ class Args:
                 raise ValueError(f"--{name}={getattr(self, name)} must be finite and not negative")
         if not 0 < self.beta < math.inf:
             raise ValueError(f"--beta={self.beta} must be positive and finite")
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError("--loss=robust needs --label_smoothing, the share of wrong labels")
         if self.label_smoothing and self.loss not in ("sigmoid", "robust", "simpo"):
             raise ValueError(
                 f"--label_smoothing={self.label_smoothing}: --loss={self.loss} has no smoothing"
@@ -447,6 +449,9 @@ def preference_loss(
         ipo       (r(chosen) - r(rejected) - 1 / (2 beta))^2                 arXiv:2310.12036
         simpo     sigmoid with d - gamma for d                               arXiv:2405.14734
         kto_pair  2 - s(beta (r(chosen) - kl(rejected))) - s(beta (kl(chosen) - r(rejected)))
+
+    A loss of your own needs its name in `Args.loss` and its line here; `Args.means_over_tokens` and
+    the check of --label_smoothing know which losses want means and have smoothing.
 
     Args:
         chosen, rejected: (P,) float, sums or means over the tokens of the response of log pi -
@@ -969,6 +974,10 @@ def main(args: Args) -> None:
 
     # ---- [2] data ----
     dataset = load(args, tokenizer, stop_ids, "--dataset")
+    if args.loss == "simpo" and args.beta < 1:
+        print0(f"--beta={args.beta}: SimPO's authors use 2 to 10")
+    if dataset.has_margin:
+        print0("the data's margins are not used: DPO has no term for them")
     print0(f"first pair, trained tokens marked: {render_pair(dataset[0], tokenizer)}")
     eval_dataset = None
     if args.eval_dataset:
@@ -986,8 +995,11 @@ def main(args: Args) -> None:
             split=args.eval_split,
             flag="--online_dataset",
         )
+        online_rows, unverifiable = validate_golds(args.rewards, online_rows)
         print0(report)
-        online_rows = validate_golds(args.rewards, online_rows)[0][: args.online_max_prompts]
+        if unverifiable:
+            print0(f"  of these the rewards cannot use {unverifiable}; {len(online_rows)} remain")
+        online_rows = online_rows[: args.online_max_prompts]
         scorer.wait_ready()  # a reward file that does not import ends the run here
     sizes = tuple(dataset.source_sizes)
     if args.dataset_weights is not None:
@@ -995,6 +1007,31 @@ def main(args: Args) -> None:
     if args.num_epochs is not None:
         num_steps = math.ceil(args.num_epochs * len(dataset) / args.pairs_per_step)
         args = replace(args, num_steps=num_steps)
+
+    def batch(step: int) -> list[int]:
+        """Pairs of a step, the same on every rank."""
+        return batch_indices(
+            step,
+            sizes=sizes,
+            weights=args.dataset_weights,
+            rows_per_step=args.pairs_per_step,
+            seed=args.seed,
+        )
+
+    datasets = {"train": dataset} | ({} if eval_dataset is None else {"eval": eval_dataset})
+    pairs_of = {name: list(range(len(data))) for name, data in datasets.items()}
+    if args.num_steps * args.pairs_per_step < len(dataset):  # only those that the run will see
+        pairs_of["train"] = sorted({p for i in range(args.num_steps) for p in batch(i + 1)})
+    if args.ref_model is not None:
+        used = np.unique(
+            [i for d in datasets.values() for i in np.unique(d.sides.input_ids)]
+        ).tolist()
+        theirs = load_tokenizer(args.ref_model, flag="--ref_model")
+        if theirs.convert_ids_to_tokens(used) != tokenizer.convert_ids_to_tokens(used):
+            raise ValueError(
+                f"--ref_model={args.ref_model}: its tokenizer gives the token ids of "
+                f"--model={args.model} another meaning"
+            )
 
     def plan(data: PairDataset, pairs: list[int]) -> list[list[list[int]]]:
         """[rank][microbatch] -> pairs of `data`; the same on every rank."""
@@ -1012,29 +1049,16 @@ def main(args: Args) -> None:
         return pack_pairs(data, members, prefix_sharing=args.prefix_sharing).to(env.device)
 
     # ---- [3] models and optimizer ----
-    def batch(step: int) -> list[int]:
-        """Pairs of a step, the same on every rank."""
-        return batch_indices(
-            step,
-            sizes=sizes,
-            weights=args.dataset_weights,
-            rows_per_step=args.pairs_per_step,
-            seed=args.seed,
-        )
-
     @torch.no_grad()
     def self_test(
-        policy: PreTrainedModel,
-        reference: Callable[[PackedRow], Tensor],
-        data: PairDataset,
-        pairs: list[int],
+        policy: PreTrainedModel, reference: Callable[[PackedRow], Tensor], name: str
     ) -> None:
         """Refuse reference log-probs that are not those of `policy`: they would belong to other
         rows, other weights or another computation.  # collective: all ranks
         """
         gaps: list[np.ndarray] = []
-        for members in plan(data, pairs[: 4 * env.world_size])[env.rank]:
-            row = pack_row(data, members)
+        for members in plan(datasets[name], pairs_of[name][: 4 * env.world_size])[env.rank]:
+            row = pack_row(datasets[name], members)
             gap = compute_logprobs(policy, row)[0] - reference(row)
             gaps.append(gap[row.response_mask].abs().cpu().numpy())
         everywhere = np.concatenate([gap for part in all_gather_objects(gaps) for gap in part])
@@ -1050,13 +1074,9 @@ def main(args: Args) -> None:
         print0(f"self-test: reference log-probs are reproduced, {what} gap {gap:.1e}")
 
     @torch.no_grad()
-    def cached_reference(
-        policy: PreTrainedModel, data: PairDataset, wanted: list[int]
-    ) -> Reference:
-        """Log-probs of `policy` for the `wanted` pairs, from the cache if they are there.
-
-        # collective: all ranks
-        """
+    def cached_reference(policy: PreTrainedModel, name: str) -> Reference:
+        """Log-probs of `policy` for a dataset, from the cache if they are there.  # collective"""
+        data, wanted = datasets[name], pairs_of[name]
         reference = Reference(data, np.full(int(data.num_targets.sum()), np.nan, np.float32))
         folder = None
         if args.cache_dir is not None:
@@ -1064,9 +1084,9 @@ def main(args: Args) -> None:
             folder = Path(args.cache_dir).expanduser().resolve() / from_rank0(lambda: key)
             arrays = (load_arrays(folder, verify=True) if env.rank == 0 else None) or ({}, {})
             if from_rank0(lambda: bool(arrays[0])):
-                print0(f"reference log-probs: from the cache ({folder})")
+                print0(f"reference log-probs, {name} pairs: from the cache ({folder})")
                 reference.values = share_arrays(arrays[0], folder)["logprobs"]
-                self_test(policy, reference, data, wanted)
+                self_test(policy, reference, name)
                 return reference
         start = time.perf_counter()
         for first in range(0, len(wanted), 1024):
@@ -1081,7 +1101,7 @@ def main(args: Args) -> None:
                 for sequence, values in of_rank.items():
                     reference.values[reference.span(sequence)] = values
         print0(
-            f"reference log-probs: {len(wanted):,} pairs computed in "
+            f"reference log-probs, {name} pairs: {len(wanted):,} computed in "
             f"{time.perf_counter() - start:.1f} s"
         )
         if folder is not None and env.rank == 0:
@@ -1089,13 +1109,9 @@ def main(args: Args) -> None:
                 save_arrays(folder, {"logprobs": reference.values}, {})
             except OSError as error:
                 print0(f"reference log-probs: not cached: {error}")
-        self_test(policy, reference, data, wanted)
+        self_test(policy, reference, name)
         return reference
 
-    datasets = {"train": dataset} | ({} if eval_dataset is None else {"eval": eval_dataset})
-    pairs_of = {name: list(range(len(data))) for name, data in datasets.items()}
-    if args.num_steps * args.pairs_per_step < len(dataset):  # only those that the run will see
-        pairs_of["train"] = sorted({p for i in range(args.num_steps) for p in batch(i + 1)})
     largest_id = max(data.largest_id for data in datasets.values())
     # -- shared: reward models --
     reward_models = {
@@ -1171,6 +1187,7 @@ def main(args: Args) -> None:
         columns={
             "loss": "policy/loss",
             "accuracy": "policy/accuracy",
+            "ties": "policy/ties",
             "margin": "policy/margin",
             "eval": "eval/accuracy",
             "eval margin": "eval/margin",
@@ -1187,8 +1204,7 @@ def main(args: Args) -> None:
     references: dict[str, Reference] = {}
     if args.reference == "cached" and args.loss != "simpo":
         # Without --ref_model no second model: before its first update the policy is the reference.
-        for name, data in datasets.items():
-            references[name] = cached_reference(ref_model or model, data, pairs_of[name])
+        references = {name: cached_reference(ref_model or model, name) for name in datasets}
         ref_model = None
 
     @torch.no_grad()
@@ -1204,10 +1220,11 @@ def main(args: Args) -> None:
             return compute_logprobs(model, row)[0]
 
     @torch.no_grad()
-    def policy_ratios(row: PackedRow, ref_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-ratios of the chosen and the rejected sides of a row, (pairs,) f64 each."""
+    def policy_ratios(row: PackedRow, ref_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs (T,) f32; log-ratios of the chosen and the rejected sides, (pairs,) f64."""
         logprobs, _ = compute_logprobs(model, row)
-        return log_ratios(row, logprobs - ref_logprobs, means=args.means_over_tokens)
+        ratios = log_ratios(row, logprobs - ref_logprobs, means=args.means_over_tokens)
+        return logprobs, *ratios
 
     def losses(chosen: Tensor, rejected: Tensor, kl: list[float]) -> Tensor:
         """`preference_loss` with this run's settings; `kl` of chosen and rejected."""
@@ -1226,16 +1243,22 @@ def main(args: Args) -> None:
         """Metrics of the held-out pairs, each counted once.  # collective: all ranks"""
         start = time.perf_counter()
         ratios = torch.zeros(len(data), 2, dtype=torch.float64)  # chosen, rejected
+        nll = torch.zeros((), dtype=torch.float64)
         for members in plan(data, list(range(len(data))))[env.rank]:
             row = pack_row(data, members)
-            parts = policy_ratios(row, reference_logprobs("eval", row))
+            logprobs, *parts = policy_ratios(row, reference_logprobs("eval", row))
             ratios[members] = torch.stack(parts, dim=1).cpu()
-        dist.all_reduce(ratios)  # collective: all ranks; each holds its own pairs
+            nll -= row.sum_sequences(logprobs)[0::2].sum().cpu()
+        for of_rank in (ratios, nll):
+            dist.all_reduce(of_rank)  # collective: all ranks; each holds its own pairs
         kl = ratios.mean(0).clamp(min=0).tolist()
         rewards = args.beta * ratios
         wins, ties = wins_and_ties(ratios[:, 0] - ratios[:, 1])
+        sft_loss = nll.item() / int(data.num_targets[:, 0].sum())
+        loss = losses(ratios[:, 0], ratios[:, 1], kl).mean().item()
         return {
-            "eval/loss": losses(ratios[:, 0], ratios[:, 1], kl).mean().item(),
+            "eval/loss": loss + args.sft_coef * sft_loss,  # the objective of training
+            "eval/sft_loss": sft_loss,
             "eval/accuracy": wins.item() / len(data),
             "eval/ties": ties.item() / len(data),
             "eval/margin": (rewards[:, 0] - rewards[:, 1]).mean().item(),
@@ -1297,6 +1320,8 @@ def main(args: Args) -> None:
             "eval/online_truncated": samples.truncated.double().mean().item(),
             "time/online_s": time.perf_counter() - start,
         }
+        for name, values in samples.components.items():
+            metrics[f"eval/online_reward/{name}"] = values.nanmean().item()
         if baseline is not None:
             # A response without a score (empty, refused, not gradable) loses against any with one.
             scores, before = (s.nan_to_num(nan=-1e30) for s in (samples.scores, baseline))
@@ -1307,9 +1332,7 @@ def main(args: Args) -> None:
     # ---- [5] train loop ----
     if args.reference == "live" and args.loss != "simpo" and args.ref_model is None:
         with torch.no_grad():  # before its first update the policy is the reference
-            self_test(
-                model, lambda row: reference_logprobs("train", row), dataset, pairs_of["train"]
-            )
+            self_test(model, lambda row: reference_logprobs("train", row), "train")
     before, baseline = {}, None
     if eval_dataset is not None:
         before |= evaluate(eval_dataset)
@@ -1334,7 +1357,7 @@ def main(args: Args) -> None:
         kl = torch.zeros(2, dtype=torch.float64)
         if args.loss == "kto_pair":  # [D3]
             for row, reference in zip(rows, ref_logprobs, strict=True):
-                kl += torch.stack([r.sum() for r in policy_ratios(row, reference)]).cpu()
+                kl += torch.stack([r.sum() for r in policy_ratios(row, reference)[1:]]).cpu()
             dist.all_reduce(kl)  # collective: all ranks
             kl = (kl / len(pairs)).clamp(min=0)
 
@@ -1399,6 +1422,7 @@ def main(args: Args) -> None:
             "policy/rejected_logprobs": total["rejected_logprobs"] / len(pairs),
             "policy/entropy": total["entropy"] / int(num_tokens.sum()),
             "policy/loss_tokens": int(num_tokens.sum()),
+            "policy/sft_loss": -total["chosen_logprobs"] / int(num_tokens[0]),
             "optim/grad_norm": grad_norm,
             "optim/learning_rate": learning_rate,
             "data/epoch": step * args.pairs_per_step / len(dataset),

@@ -98,13 +98,13 @@ class Args:
     """GPU only: parameters, gradients and optimizer state in host memory; same results, slower"""
     compile: bool = False
     """torch.compile every decoder layer: a slow start, then faster steps; same results"""
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of the final checkpoint"""
     replicas: int = 1
     """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
     timeout_s: float = 1800.0
     """seconds until a collective that some rank never reaches fails; longer than a slow rollout"""
     # -- end shared --
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the final checkpoint"""
 
     # data
     dataset: tuple[str, ...] = ()

@@ -94,13 +94,13 @@ class Args:
     """GPU only: parameters, gradients and optimizer state in host memory; same results, slower"""
     compile: bool = False
     """torch.compile every decoder layer: a slow start, then faster steps; same results"""
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of the final checkpoint"""
     replicas: int = 1
     """HSDP: full copies of the sharded model (1: shard over all ranks); must divide the ranks"""
     timeout_s: float = 1800.0
     """seconds until a collective that some rank never reaches fails; longer than a slow rollout"""
     # -- end shared --
+    export_dtype: Literal["bfloat16", "float32"] = "float32"
+    """dtype of the final checkpoint, in which transformers will compute its scores"""
 
     num_epochs: float | None = None
     """passes over the data, as many as --dataset has rows; replaces num_steps (rounded up)"""
@@ -175,14 +175,14 @@ class Args:
     """where a row has a `margin`, the scores must differ by that much [D2]"""
     center_coef: float = 0.0
     """weight of the squared sum of a pair's scores, which keeps their mean near 0 (0.01 does)"""
-    reference_dataset: tuple[str, ...] = ()
-    """preference pairs whose chosen responses get the mean score 0 after training [D3]"""
+    center_dataset: tuple[str, ...] = ()
+    """pairs whose chosen responses get the mean score 0 after training, by a `score_bias` [D3]"""
 
     # evaluation
     eval_dataset: tuple[str, ...] = ()
     """held-out pairs in the same formats; every pair is counted exactly once"""
     eval_split: str = "test"
-    """like dataset_split, also for reference_dataset"""
+    """like dataset_split, also for center_dataset"""
     eval_every_steps: int = 50
     """also before the first and after the last step"""
 
@@ -201,7 +201,7 @@ class Args:
     @property
     def inputs(self) -> tuple[str, ...]:
         """models and data that the run reads, and must not overwrite"""
-        return (self.model, *self.dataset, *self.eval_dataset, *self.reference_dataset)
+        return (self.model, *self.dataset, *self.eval_dataset, *self.center_dataset)
 
     # -- shared: derived args --
     @property
@@ -329,6 +329,10 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float((x * y).sum() / norm) if norm > 0 else 0.0
 
 
+MIN_PAIRS = 50
+"""fewer held-out pairs say nothing of calibration"""
+
+
 def score_metrics(
     scores: np.ndarray, response_lengths: np.ndarray, grades: np.ndarray
 ) -> dict[str, float]:
@@ -364,14 +368,15 @@ def score_metrics(
     if graded.sum() > 1:
         metrics["eval/grade_correlation"] = spearman(scores[graded], grades[graded])
     # A model that says |margin| promises the accuracy sigmoid(|margin|): is that what it has?
-    deciles = np.array_split(np.argsort(np.abs(margins), kind="stable"), min(10, len(margins)))
+    deciles = np.array_split(np.argsort(np.abs(margins), kind="stable"), 10)
     gaps = []
-    for number, members in enumerate(deciles, start=1):
+    for number, members in enumerate(deciles if len(margins) >= MIN_PAIRS else [], start=1):
         chosen = np.isin(np.arange(len(margins)), members)
         promised = (1 / (1 + np.exp(-np.abs(margins[members])))).mean()
         metrics[f"eval/decile_accuracy/{number}"] = accuracy(chosen)
         gaps.append(len(members) * abs(accuracy(chosen) - promised))
-    metrics["eval/calibration_error"] = float(sum(gaps) / len(margins))
+    if gaps:
+        metrics["eval/calibration_error"] = float(sum(gaps) / len(margins))
     # A model that prefers the longer response whatever it says has 0.5 here.
     longer = response_lengths[:, 0] - response_lengths[:, 1]
     if (longer > 0).any() and (longer < 0).any():
@@ -626,13 +631,15 @@ def main(args: Args) -> None:
 
     # ---- [2] data ----
     dataset = load(args, tokenizer, stop_ids, "--dataset")
+    if dataset.has_margin:
+        print0(f"the data's margins are {'' if args.use_margin else 'not '}used (--use_margin)")
     print0(f"first pair: {render_pair(dataset[0], tokenizer)}")
-    eval_dataset = reference_dataset = None
+    eval_dataset = center_dataset = None
     if args.eval_dataset:
         eval_dataset = load(args, tokenizer, stop_ids, "--eval_dataset")
         print0(overlap_report(dataset, eval_dataset) or "no evaluation prompt occurs in training")
-    if args.reference_dataset:
-        reference_dataset = load(args, tokenizer, stop_ids, "--reference_dataset")
+    if args.center_dataset:
+        center_dataset = load(args, tokenizer, stop_ids, "--center_dataset")
     sizes = tuple(dataset.source_sizes)
     if args.dataset_weights is not None:
         print0(describe_mixture(args.dataset, sizes, args.dataset_weights, args.seed))
@@ -641,7 +648,7 @@ def main(args: Args) -> None:
         args = replace(args, num_steps=num_steps)
 
     # ---- [3] models and optimizer ----
-    datasets = [data for data in (dataset, eval_dataset, reference_dataset) if data is not None]
+    datasets = [data for data in (dataset, eval_dataset, center_dataset) if data is not None]
     largest_id = max(data.largest_id for data in datasets)
     model = load_model(
         args.model,
@@ -656,8 +663,8 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
-    if getattr(model.config, "score_bias", None) is not None and reference_dataset is None:
-        print0("the starting model's score_bias is dropped: --reference_dataset finds a new one")
+    if getattr(model.config, "score_bias", None) is not None and center_dataset is None:
+        print0("the starting model's score_bias is dropped: --center_dataset finds a new one")
     # -- shared: optimizer --
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -716,8 +723,8 @@ def main(args: Args) -> None:
             torch.from_numpy(scores[:, 0]),
             torch.from_numpy(scores[:, 1]),
             torch.from_numpy(data.margins * args.use_margin),
-            label_smoothing=0.0,
-            center_coef=0.0,
+            label_smoothing=args.label_smoothing,
+            center_coef=args.center_coef,
         )
         return {
             "eval/loss": loss.mean().item(),
@@ -823,8 +830,8 @@ def main(args: Args) -> None:
 
     # ---- [6] teardown ----
     score_bias = None
-    if reference_dataset is not None:  # [D3]
-        score_bias = -float(score_all(reference_dataset)[:, 0].mean())
+    if center_dataset is not None:  # [D3]
+        score_bias = -float(score_all(center_dataset)[:, 0].mean())
         print0(f"score_bias: {score_bias:.4f}, in config.json; --rewards model:PATH adds it")
     tracker.phase("saving")
     tokenizer.pad_token = pad_token

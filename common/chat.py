@@ -110,6 +110,13 @@ def template_terminator(
     return next((i for i in ids if i in special), None)
 
 
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Finds control tokens that a text spells; tags of thoughts and tools may well be text."""
+    tokens = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    tokens = (tokens | set(tokenizer.all_special_tokens)) - _CONTENT_TOKENS
+    return re.compile("|".join(re.escape(t) for t in sorted(tokens)) or r"(?!)")
+
+
 class ChatTemplate:
     """What one tokenizer's chat template makes of conversations."""
 
@@ -137,9 +144,7 @@ class ChatTemplate:
             *stop_ids,
         }
         self._encoder = _Encoder(tokenizer)
-        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        special = (special | set(tokenizer.all_special_tokens)) - _CONTENT_TOKENS
-        self._special = re.compile("|".join(re.escape(t) for t in sorted(special)) or r"(?!)")
+        self._special = special_tokens(tokenizer)
         self._tails: set[tuple[int, ...]] = set()
         """what the template is known to write after a turn's stop token"""
         self._losses: dict[tuple[Any, ...], set[int]] = {}

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
@@ -157,8 +158,14 @@ class LoadReport:
     """and of those whose rejected one is"""
     with_margin: int = 0
     """pairs that say how much better the chosen side is"""
+    negative_margins: int = 0
+    """of these, pairs that say it is worse"""
     with_grades: int = 0
     """pairs with a grade for each side"""
+    graded_lower: int = 0
+    """of these, pairs whose chosen side has the lower one"""
+    graded_equal: int = 0
+    """and pairs whose sides have the same"""
     notes: list[str] = field(default_factory=list)
     """what the reader should know"""
     sources: list[str] = field(default_factory=list)
@@ -170,9 +177,9 @@ class LoadReport:
 
     def __str__(self) -> str:
         formats = ", ".join(f"{name} {count:,}" for name, count in self.formats.items())
-        rows = f"{'the first ' if self.limited else ''}{self.rows:,} rows"
-        line = f"{self.flag}: {rows} ({formats}) -> {self.sequences:,} {self.unit}, "
-        line += f"{self.tokens:,} tokens"
+        rows = f"{'the first ' if self.limited else ''}{counted(self.rows, 'rows')}"
+        line = f"{self.flag}: {rows} ({formats}) -> {counted(self.sequences, self.unit)}, "
+        line += counted(self.tokens, "tokens")
         if self.target_tokens:
             line += f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.1%})"
         lines = [line + (f", from the cache ({self.from_cache})" if self.from_cache else "")]
@@ -184,10 +191,10 @@ class LoadReport:
                 if self.unit == "pairs"
                 else "they have lost their tail"
             )
-            lines.append(f"  truncated {self.truncated:,} {self.unit}: {lost}")
+            lines.append(f"  truncated {counted(self.truncated, self.unit)}: {lost}")
         if self.split_rows:
             lines.append(
-                f"  split {self.split_rows:,} rows into {self.split_sequences:,} sequences: "
+                f"  split {counted(self.split_rows, 'rows')} into {self.split_sequences:,} sequences: "
                 "earlier turns read differently once they are history "
                 "(--train_on last_turn needs no split)"
             )
@@ -202,14 +209,28 @@ class LoadReport:
             f"{self.rejected_tokens:.1f}; chosen is longer in {self.chosen_longer:.1%} of the "
             f"pairs, rejected in {self.rejected_longer:.1%}"
         ]
-        counts = (
-            (self.identical, "pairs with identical responses: they teach nothing"),
-            (self.duplicates, "pairs repeat an earlier one"),
-            (self.swapped, "pairs occur with their sides exchanged as well: labels contradict"),
-            (self.with_margin, "pairs with a margin"),
-            (self.with_grades, "pairs with grades"),
-        )
-        return lines + [f"{count:,} {what}" for count, what in counts if count]
+        repeat = "repeats" if self.duplicates == 1 else "repeat"
+        occur = "occurs with its" if self.swapped == 1 else "occur with their"
+        margins = "contradicts the label" if self.negative_margins == 1 else "contradict the labels"
+        has = "has" if self.graded_lower == 1 else "have"
+        for count, what in (
+            (self.identical, "with identical responses: nothing to be learned from"),
+            (self.duplicates, f"{repeat} an earlier one"),
+            (self.swapped, f"{occur} sides exchanged as well: labels contradict"),
+            (self.with_margin, "with a margin"),
+            (self.negative_margins, f"with a negative margin, which {margins}"),
+            (self.with_grades, "with grades"),
+        ):
+            if count:
+                lines.append(f"{counted(count, 'pairs')} {what}")
+        if self.graded_lower or self.graded_equal:
+            lines.append(
+                f"{counted(self.graded_lower, 'pairs')} {has} a chosen side that is graded lower, "
+                f"{self.graded_equal:,} equal"
+            )
+        if self.limited:  # what is further down the file may repeat or contradict them
+            return [f"of {counted(self.sequences, 'pairs')}:", *(f"  {line}" for line in lines)]
+        return lines
 
     def describe(self, reason: str) -> str:
         """Reason of a drop with its first occurrence."""
@@ -220,6 +241,11 @@ class LoadReport:
         self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         detail = f"{where}: {drop.detail}" if drop.detail else where
         self.examples.setdefault(drop.reason, detail)
+
+
+def counted(number: int, things: str) -> str:
+    """Number and noun, which is given in the plural: 2 rows, 1 row."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
 
 
 # ---- one row -> ids and masks --------------------------------------------------------------------
@@ -391,6 +417,14 @@ class RowEncoder:
         if self.template:
             self.template.check()
 
+    def _note_format(self, name: str, chunk: Chunk) -> None:
+        """Note in the chunk what is to be known of the rows of a format."""
+        if not self.template and name.startswith(("instruction+", "question+")):
+            chunk.notes.add(
+                "no chat template is used: answers follow their prompts without any separator "
+                "(--chat_template FILE brings a template)"
+            )
+
     def encode(self, row: Row, index: int, chunk: Chunk) -> list[Arrays]:
         """Arrays of each unit of a row; counts in the chunk what became of it.
 
@@ -401,11 +435,7 @@ class RowEncoder:
         name = detect_format(row)
         chunk.formats[name] += 1
         sequences = self.rows(parse_row(row, name))
-        if not self.template and name in ("instruction+output", "question+answer"):
-            chunk.notes.add(
-                "no chat template is used: answers follow their prompts without any separator "
-                "(--chat_template FILE brings a template)"
-            )
+        self._note_format(name, chunk)
         if len(sequences) > 1:
             chunk.split_rows += 1
             chunk.split_sequences += len(sequences)
@@ -569,8 +599,8 @@ def _build(
             )
         if len(sources) > 1:
             report.sources.append(
-                f"{source.name}: {rows:,} rows -> {source_sizes[number]:,} {encoder.unit}, "
-                f"{dropped.total():,} dropped"
+                f"{source.name}: {counted(rows, 'rows')} -> "
+                f"{counted(int(source_sizes[number]), encoder.unit)}, {dropped.total():,} dropped"
             )
     failed = [reason for reason in TEMPLATE_REASONS if reason in report.dropped]
     if 2 * sum(report.dropped[reason] for reason in failed) > report.rows:
@@ -615,9 +645,12 @@ def _all_dropped(
     report: LoadReport, source: Source, dropped: Counter[str], limit: str
 ) -> ValueError:
     reasons = "; ".join(f"{n} {report.describe(reason)}" for reason, n in dropped.items())
+    num_rows = sum(dropped.values())
+    what = "the only row" if num_rows == 1 else f"all {num_rows:,} rows"
+    were = "was" if num_rows == 1 else "were"
+    limit = f" ({limit})" if "too_long" in dropped else ""
     return ValueError(
-        f"{source.flag}: all {sum(dropped.values())} rows of {source.name} were dropped: "
-        f"{reasons} ({limit})"
+        f"{source.flag}: {what} of {source.name} {were} dropped: {reasons}{limit}"
     )
 
 
@@ -816,7 +849,7 @@ def render_example(
     )
     starts = [t for t in range(len(mask)) if t == 0 or mask[t] != mask[t - 1]]
     parts: list[str] = []
-    for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):
+    for start, end in pairwise([*starts, len(mask)]):  # none of an empty row
         text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
         if len(text) > max_chars:
             half = max_chars // 2

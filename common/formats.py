@@ -22,10 +22,12 @@ TrainOn = Literal["all_turns", "last_turn", "full"]
 
 SFT_FORMATS = (
     "messages, conversations, conversations+chosen, prompt+completion, prompt+chosen, "
-    "question+answer, instruction(+input)+output, text, chosen"
+    "question+answer, question+chosen, instruction(+input)+output, instruction(+input)+chosen, "
+    "text, chosen"
 )
 PREFERENCE_FORMATS = (
     "conversations+chosen+rejected, prompt+chosen+rejected, messages+chosen+rejected, "
+    "question+chosen+rejected, instruction(+input)+chosen+rejected, "
     "chosen+rejected (conversations or texts that begin alike)"
 )
 RL_FORMATS = (
@@ -40,6 +42,12 @@ _ROLES = {
     "function_call": "function_call",
 }
 _SIDES = ("chosen", "rejected")
+_PROMPTS = {
+    *("prompt", "prompts", "question", "questions", "query", "problem", "post", "user"),
+    *("instruction", "instructions", "input", "inputs", "context", "system", "system_prompt"),
+    *("messages", "conversation", "conversations", "dialog", "dialogue", "history"),
+}
+"""columns of the context that responses were given in, where a dataset has one"""
 _EXPECTED = "a list of {role, content} messages"
 _TRAINED = ("weight", "train", "trainable", "trained")
 """what datasets call a mark that is 0 or false on a turn that is not to be learned"""
@@ -134,8 +142,9 @@ def parse_pair(row: Row, name: str) -> PairExample:
     Raises:
         Drop: something inside a conversation or the tools cannot be used; a side without a
             response (`empty_response`), or whose response does not end with the assistant
-            (`ends_without_answer`); sides with different prompts (`prompts_differ`), or none.
-        ValueError: a column of the wrong type.
+            (`ends_without_answer`); sides with different prompts (`prompts_differ`), or none
+            (`empty_prompt`).
+        ValueError: a column of the wrong type, or one with a prompt beside two whole texts.
     """
     sides: dict[str, Exchange] = dict(zip(_SIDES, _PAIR_FORMATS[name](row), strict=True))
     whole_texts = name == "chosen+rejected" and isinstance(sides["chosen"][1], str)
@@ -159,34 +168,44 @@ def parse_pair(row: Row, name: str) -> PairExample:
     (prompt, chosen), (other_prompt, rejected) = sides.values()
     if prompt != other_prompt:
         raise Drop("prompts_differ", "chosen and rejected bring different prompts")
-    graded = [names for names in _GRADES if not all(is_null(row.get(name)) for name in names)]
-    better, worse = graded[0] if graded else _GRADES[0]
+    if isinstance(prompt, str) and not prompt.strip():
+        detail = "nothing comes before the responses"
+        if whole_texts:
+            detail = "no column `prompt`, and the texts have no beginning in common, up to a space"
+        raise Drop("empty_prompt", detail)
+    graded = ((_number(row, better), _number(row, worse)) for better, worse in _GRADES)
     margin = _number(row, "margin")
     return PairExample(
         *(prompt, chosen, rejected, _tools(row)),
         margin=None if math.isnan(margin) else margin,
-        grades=(_number(row, better), _number(row, worse)),
+        grades=next((g for g in graded if not all(map(math.isnan, g))), (math.nan, math.nan)),
         whole_texts=whole_texts,
     )
 
 
 def _number(row: Row, column: str) -> float:
-    """NaN if there is none."""
+    """A column's number, which may be written as text; NaN if there is none."""
     value = row.get(column)
-    if value is None or value != value:
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
         return math.nan
-    # beyond 1e30 a float32 loss would overflow
-    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e30:
-        raise ValueError(f"{column}: expected a number, found {value!r:.200}")
-    return float(value)
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    # beyond 1e30 a float32 loss would overflow; not (<=) refuses a NaN that is written out
+    if not isinstance(number, int | float) or isinstance(number, bool) or not abs(number) <= 1e30:
+        raise ValueError(f"{column}: expected a number up to 1e30, found {value!r:.200}")
+    return float(number)
 
 
 def parse_prompt(row: Row) -> tuple[str, str | Messages, list[dict[str, Any]]]:
     """Column name, prompt (without null entries) and tools of an RL row; raises as `parse_row`.
 
-    Of a preference row without such a column it is what both sides begin with.
+    Of a preference row without a `prompt` column: its format, and the prompt of both sides.
     """
-    if "prompt" not in row and set(_SIDES) <= set(row):
+    if is_null(row.get("prompt")) and set(_SIDES) <= set(row):
         name = detect_pair_format(row)
         pair = parse_pair(row, name)
         if pair.whole_texts:
@@ -267,8 +286,9 @@ def as_messages(value: Any, column: str) -> Messages:
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         raise ValueError(f"{column}: expected {_EXPECTED}, found {value!r:.200}")
     messages: Messages = []
+    side = f"{column}: " if column in _SIDES else ""
     for number, raw in enumerate(value, start=1):
-        message = _message(raw, f"message {number}")
+        message = _message(raw, f"{side}message {number}")
         if message.pop("is_call", False) and messages and messages[-1]["role"] == "assistant":
             calls = messages[-1].get("tool_calls", []) + message["tool_calls"]
             messages[-1] = message | messages[-1] | {"tool_calls": calls}
@@ -458,31 +478,39 @@ def _prompt_completion(row: Row) -> Exchange:
     return prompt, completion
 
 
+def _question(row: Row) -> str:
+    return as_text(row["question"], "question")
+
+
 def _question_answer(row: Row) -> Exchange:
-    return as_text(row["question"], "question"), as_text(row["answer"], "answer")
+    return _question(row), as_text(row["answer"], "answer")
 
 
 def _text(row: Row) -> Exchange:
     return [], "" if is_null(row["text"]) else text_or_messages(row["text"], "text")
 
 
-def _instruction(row: Row) -> Exchange:
-    names = ("instruction", "input", "output")
-    instruction, extra, output = (as_text(row.get(name), name) for name in names)
-    prompt = "\n\n".join(part for part in (instruction, extra) if part)
+def _instruction(row: Row) -> str | Messages:
+    """Instruction and input, after the turns of the history if there are any."""
+    parts = [as_text(row.get(name), name) for name in ("instruction", "input")]
+    prompt = "\n\n".join(part for part in parts if part)
     history = [] if is_null(row.get("history")) else row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise ValueError(f"history: expected a list of [user, assistant], found {history!r:.200}")
     if not history:
-        return prompt, output
+        return prompt
     messages: Messages = []
     for pair in history:
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": as_text(text, "history")})
-    messages.append({"role": "user", "content": prompt})
-    return messages, [{"role": "assistant", "content": output}] if output else ""
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def _instruction_output(row: Row) -> Exchange:
+    prompt, output = _instruction(row), as_text(row["output"], "output")
+    return prompt, output if isinstance(prompt, str) else _as_turns(output, "assistant")
 
 
 def _as_turns(part: str | Messages, role: str) -> Messages:
@@ -525,6 +553,14 @@ def _text_or_turns(row: Row, column: str) -> str | Messages:
 
 def _prompt_chosen(row: Row) -> Exchange:
     return _response_after(_text_or_turns(row, "prompt"), row, "chosen")
+
+
+def _question_chosen(row: Row) -> Exchange:
+    return _response_after(_question(row), row, "chosen")
+
+
+def _instruction_chosen(row: Row) -> Exchange:
+    return _response_after(_instruction(row), row, "chosen")
 
 
 def _chosen(row: Row) -> Exchange:
@@ -573,7 +609,9 @@ def _split_texts(chosen: str, rejected: str) -> list[Exchange]:
     """
     split = num_common(chosen, rejected)
     marked = chosen.rfind(_HH_ANSWER, 0, split)
-    if marked >= 0 and chosen.lstrip().startswith("Human:"):
+    if _HH_ANSWER in chosen and chosen.lstrip().startswith("Human:"):
+        if marked < 0:
+            raise Drop("prompts_differ", "the dialogues differ before the first Assistant: turn")
         split = marked + len(_HH_ANSWER)
     else:  # if one text goes on from the end of the other, their last word is a response as well
         goes_on = not (chosen[split:].strip() and rejected[split:].strip())
@@ -590,6 +628,14 @@ def _prompt_pair(row: Row) -> list[Exchange]:
     return _pair_after(_text_or_turns(row, "prompt"), row)
 
 
+def _question_pair(row: Row) -> list[Exchange]:
+    return _pair_after(_question(row), row)
+
+
+def _instruction_pair(row: Row) -> list[Exchange]:
+    return _pair_after(_instruction(row), row)
+
+
 def _messages_pair(row: Row) -> list[Exchange]:
     messages = _conversation(row, "messages")
     if isinstance(row["chosen"], list) and messages == _conversation(row, "chosen"):
@@ -600,6 +646,16 @@ def _messages_pair(row: Row) -> list[Exchange]:
 def _pair_alone(row: Row) -> list[Exchange]:
     texts = ["" if is_null(row[column]) else row[column] for column in _SIDES]
     if any(texts) and all(isinstance(text, str) for text in texts):
+        lost = [
+            name
+            for name, value in row.items()
+            if name.lower() in _PROMPTS and not (is_null(value) or value in ("", [], {}))
+        ]
+        if lost:
+            raise ValueError(
+                f"{', '.join(lost)}: beside the texts chosen and rejected alone this would be lost "
+                f"(columns {sorted(row)}); accepted: {PREFERENCE_FORMATS}"
+            )
         return _split_texts(*texts)
     return list[Exchange](_split_alike(*(_conversation(row, column) for column in _SIDES)))
 
@@ -612,7 +668,9 @@ _FORMATS: dict[str, Callable[[Row], Exchange]] = {
     "prompt+completion": _prompt_completion,
     "prompt+chosen": _prompt_chosen,
     "question+answer": _question_answer,
-    "instruction+output": _instruction,
+    "instruction+output": _instruction_output,
+    "question+chosen": _question_chosen,
+    "instruction+chosen": _instruction_chosen,
     "text": _text,
     "chosen": _chosen,
 }
@@ -620,5 +678,7 @@ _PAIR_FORMATS: dict[str, Callable[[Row], list[Exchange]]] = {
     "conversations+chosen+rejected": _conversations_pair,
     "prompt+chosen+rejected": _prompt_pair,
     "messages+chosen+rejected": _messages_pair,
+    "question+chosen+rejected": _question_pair,
+    "instruction+chosen+rejected": _instruction_pair,
     "chosen+rejected": _pair_alone,
 }

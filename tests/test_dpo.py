@@ -14,6 +14,7 @@ from common.cache import load_arrays, save_arrays
 from common.dist import DistEnv
 from common.model import load_model, load_tokenizer
 from common.pairs import load_pairs
+from scripts.make_toy import make_tokenizer as make_toy_tokenizer
 from tests.launch import metrics, run, same_every_time
 from tests.test_invariance import pair_flags, write_pairs
 from tests.test_model import env as env  # the fixture
@@ -97,12 +98,15 @@ def test_wrong_reference_logprobs_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_reference_that_does_not_fit(tmp_path: Path) -> None:
-    """It ended in an IndexError, and its checkpoint in the overwritten run was deleted first."""
+    """It ended in an IndexError or in nonsense, and was deleted if the overwritten run held it."""
     flags = pair_flags(tmp_path)
     small = make_tiny_model(tmp_path / "small", flavour="no_template", vocab_size=100)
     out = tmp_path / "out"
     answer = run("dpo.py", *flags, "--output_dir", out, "--ref_model", small)
     assert answer.returncode != 0 and f"--ref_model={small}: the tokenizer makes" in answer.stderr
+    toy = make_tiny_model(tmp_path / "toy", tokenizer=make_toy_tokenizer())
+    answer = run("dpo.py", *flags, "--output_dir", out, "--ref_model", toy)
+    assert answer.returncode != 0 and f"--ref_model={toy}: its tokenizer gives" in answer.stderr
     make_tiny_model(out / "final", flavour="no_template")
     more = ["--overwrite", "True", "--ref_model", out / "final"]
     answer = run("dpo.py", *flags, "--output_dir", out, *more)
