@@ -209,23 +209,18 @@ class LoadReport:
             f"{self.rejected_tokens:.1f}; chosen is longer in {self.chosen_longer:.1%} of the "
             f"pairs, rejected in {self.rejected_longer:.1%}"
         ]
-        repeat = "repeats" if self.duplicates == 1 else "repeat"
-        occur = "occurs with its" if self.swapped == 1 else "occur with their"
-        margins = "contradicts the label" if self.negative_margins == 1 else "contradict the labels"
-        has = "has" if self.graded_lower == 1 else "have"
-        for count, what in (
-            (self.identical, "with identical responses: nothing to be learned from"),
-            (self.duplicates, f"{repeat} an earlier one"),
-            (self.swapped, f"{occur} sides exchanged as well: labels contradict"),
+        counts = (
+            (self.identical, "with identical responses: nothing to learn from"),
+            (self.duplicates, "repeating an earlier one"),
+            (self.swapped, "present with their sides exchanged as well: labels contradict"),
             (self.with_margin, "with a margin"),
-            (self.negative_margins, f"with a negative margin, which {margins}"),
+            (self.negative_margins, "with a negative margin, which contradicts the label"),
             (self.with_grades, "with grades"),
-        ):
-            if count:
-                lines.append(f"{counted(count, 'pairs')} {what}")
+        )
+        lines += [f"{counted(count, 'pairs')} {what}" for count, what in counts if count]
         if self.graded_lower or self.graded_equal:
             lines.append(
-                f"{counted(self.graded_lower, 'pairs')} {has} a chosen side that is graded lower, "
+                f"{counted(self.graded_lower, 'pairs')} with a chosen side that is graded lower, "
                 f"{self.graded_equal:,} equal"
             )
         if self.limited:  # what is further down the file may repeat or contradict them
@@ -649,9 +644,7 @@ def _all_dropped(
     what = "the only row" if num_rows == 1 else f"all {num_rows:,} rows"
     were = "was" if num_rows == 1 else "were"
     limit = f" ({limit})" if "too_long" in dropped else ""
-    return ValueError(
-        f"{source.flag}: {what} of {source.name} {were} dropped: {reasons}{limit}"
-    )
+    return ValueError(f"{source.flag}: {what} of {source.name} {were} dropped: {reasons}{limit}")
 
 
 def load_encoded(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
 import numpy as np
 
 from common.cache import Arrays
+from common.chat import special_tokens
 from common.data import (
     Chunk,
     LoadReport,
@@ -54,6 +55,8 @@ class PairRow:
     num_shared: int
     """how many first tokens a packed row needs only once: those of the prompt but its last, which
     predicts another token on each side; to score, all that are alike but each side's last"""
+    prompt_length: int
+    """how many first tokens are the prompt's"""
     margin: float
     """how much better the chosen side is; 0 if the data does not say"""
     grades: tuple[float, float]
@@ -74,9 +77,10 @@ class PairDataset(Sequence[PairRow]):
         self.lengths = self.sides.lengths.reshape(-1, 2)  # (P, 2) i64, tokens of each whole side
         self.num_targets = self.sides.num_targets.reshape(-1, 2)  # (P, 2) i64
         self.num_shared = arrays["num_shared"]  # (P,) i64, see `PairRow`
+        self.prompt_lengths = arrays["prompt_lengths"]  # (P,) i64, tokens of both sides' prompt
         # (P, 2) i64, tokens after the prompt that both sides have; the template's end of the
         # conversation is among them, and so are later questions of a response of several turns
-        self.response_lengths = self.lengths - arrays["prompt_lengths"][:, None]
+        self.response_lengths = self.lengths - self.prompt_lengths[:, None]
         self.num_margins = int((~np.isnan(arrays["margins"])).sum())  # pairs that have one
         self.has_margin = self.num_margins > 0
         self.margins = np.nan_to_num(arrays["margins"])  # (P,) f64, 0 where the data has none
@@ -101,6 +105,7 @@ class PairDataset(Sequence[PairRow]):
         return PairRow(
             *(self.sides[2 * i], self.sides[2 * i + 1]),
             num_shared=int(self.num_shared[i]),
+            prompt_length=int(self.prompt_lengths[i]),
             margin=float(self.margins[i]),
             grades=(chosen_grade, rejected_grade),
         )
@@ -126,6 +131,10 @@ class _PairEncoder(RowEncoder):
         "keys": np.zeros((0, 3), np.int64),
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._special = special_tokens(self.tokenizer)
+
     def check(self) -> None:
         """Refuse a chat template that cannot be trained on; any will do to score."""
         if not self.for_scoring:
@@ -136,6 +145,14 @@ class _PairEncoder(RowEncoder):
         name = detect_pair_format(row)
         chunk.formats[name] += 1
         example = parse_pair(row, name)
+        self._note_format(name, chunk)
+        if example.whole_texts:
+            example = self._after_special(example)
+            chunk.notes.add(
+                "of two texts without a prompt column the prompt is what both begin with, of "
+                "Human/Assistant dialogues up to the last Assistant: that they share; no chat "
+                "template is applied"
+            )
         sides: list[TokenRow] = []
         for column, response in (("chosen", example.chosen), ("rejected", example.rejected)):
             try:
@@ -172,11 +189,39 @@ class _PairEncoder(RowEncoder):
             }
         ]
 
+    def _after_special(self, example: PairExample) -> PairExample:
+        """Two whole texts whose prompt has all control tokens of what they begin with.
+
+        Templates that put no white space behind them ("<|assistant|>yes") need that.
+        """
+        prompt, chosen, rejected = example.prompt, example.chosen, example.rejected
+        assert isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
+        shared = chosen[: num_common(chosen, rejected)]
+        ends = [match.end() for match in self._special.finditer(shared)]
+        # one behind which nothing follows ends a response
+        ends = [end for end in ends if chosen[end:].strip() and rejected[end:].strip()]
+        end = max(ends, default=0)
+        return replace(
+            example,
+            prompt=prompt + chosen[:end],
+            chosen=chosen[end:],
+            rejected=rejected[end:],
+        )
+
+    def _refuse_special(self, response: str | Messages) -> None:
+        """A response of plain text ends where it spells a control token; its EOS may be there."""
+        text = self._only_text(response, "assistant")
+        found = self._special.search(text.removesuffix(self.tokenizer.eos_token or ""))
+        if found:
+            raise Drop("special_token_in_text", f"the response spells {found[0]!r} inside")
+
     def _side(self, example: PairExample, response: str | Messages) -> TokenRow:
         prompt, tools = example.prompt, example.tools
         if self.for_scoring:
             ids = self.whole(prompt, response, tools, whole_texts=example.whole_texts)
             return TokenRow(ids, [False] * len(ids))
+        if example.whole_texts or not self._is_chat(prompt, tools):
+            self._refuse_special(response)
         if example.whole_texts:
             self._refuse_additions(tools)
             assert isinstance(prompt, str) and isinstance(response, str)
@@ -200,13 +245,15 @@ class _PairEncoder(RowEncoder):
         """Ids of a prompt and its response, to be scored.
 
         Raises:
-            Drop: see `common/chat.py`; also `empty_response`.
+            Drop: see `common/chat.py`; also `empty_response`, and `special_token_in_text` for plain
+                text whose response spells one, but for an EOS at its end.
         """
         if is_empty(response):
             raise Drop("empty_response", "nothing to score")
         if whole_texts:
             self._refuse_additions(tools)
         if whole_texts or not self._is_chat(prompt, tools):
+            self._refuse_special(response)
             text = self._only_text(prompt, "user") + self._only_text(response, "assistant")
             return self._closed(self.plain(text), 1).input_ids
         assert self.template
@@ -335,7 +382,11 @@ def _check(pairs: PairDataset, report: LoadReport) -> None:
     report.chosen_longer = float((chosen > rejected).mean())
     report.rejected_longer = float((chosen < rejected).mean())
     report.with_margin = pairs.num_margins
+    report.negative_margins = int((pairs.margins < 0).sum())
+    better, worse = pairs.grades.T  # NaN is neither lower nor equal
     report.with_grades = int((~np.isnan(pairs.grades)).all(axis=1).sum())
+    report.graded_lower = int((better < worse).sum())
+    report.graded_equal = int((better == worse).sum())
 
 
 def overlap_report(train: PairDataset, evaluation: PairDataset) -> str | None:
@@ -386,8 +437,9 @@ class ResponseEncoder:
             response: text of one assistant turn.
             tools: as in a dataset.
         Raises:
-            Drop: the template refuses the conversation or loses what it says, the text spells
-                special tokens, an empty response.
+            Drop: the template refuses the conversation or loses what it says, the text (without a
+                template, the response but for an EOS at its end) spells special tokens, an empty
+                response.
             ValueError: messages without a chat template, and the like.
         """
         return self._encoder.whole(
@@ -396,11 +448,11 @@ class ResponseEncoder:
 
 
 def render_pair(row: PairRow, tokenizer: Any, *, max_chars: int = 600, color: bool = False) -> str:
-    """Decoded pair: what both sides begin with, then either's rest, «targets» marked.
+    """Decoded pair: the prompt, then each side's response, «targets» marked.
 
-    The rest of a pair that is to be scored is marked as a whole.
+    The responses of a pair that is to be scored are marked as a whole.
     """
-    start = row.num_shared + any(row.chosen.loss_mask)
+    start = row.prompt_length
     parts = [
         render_example(
             TokenRow(row.chosen.input_ids[:start], [False] * start), tokenizer, max_chars=max_chars

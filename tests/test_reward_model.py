@@ -15,7 +15,7 @@ from tests.tiny import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
 TEMPLATE = CHAT_TEMPLATE.replace("<|im_end|>", "{% if mood == 'glad' %}!{% endif %}<|im_end|>")
 
 
-def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
