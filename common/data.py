@@ -194,8 +194,8 @@ class LoadReport:
             lines.append(f"  truncated {counted(self.truncated, self.unit)}: {lost}")
         if self.split_rows:
             lines.append(
-                f"  split {counted(self.split_rows, 'rows')} into {self.split_sequences:,} sequences: "
-                "earlier turns read differently once they are history "
+                f"  split {counted(self.split_rows, 'rows')} into {self.split_sequences:,} "
+                "sequences: earlier turns read differently once they are history "
                 "(--train_on last_turn needs no split)"
             )
         if self.unit == "pairs":
@@ -224,7 +224,10 @@ class LoadReport:
                 f"{self.graded_equal:,} equal"
             )
         if self.limited:  # what is further down the file may repeat or contradict them
-            return [f"of {counted(self.sequences, 'pairs')}:", *(f"  {line}" for line in lines)]
+            return [
+                f"of {counted(self.sequences, 'pairs')} only:",
+                *(f"  {line}" for line in lines),
+            ]
         return lines
 
     def describe(self, reason: str) -> str:
@@ -796,7 +799,7 @@ def load_prompts(
 
     Args:
         paths: see `common.files.open_sources`. Formats: `prompt` (text or messages, with `tools`),
-            `question`+`answer`, verl.
+            `question`+`answer`, verl, and preference rows with a prompt in any column.
         max_prompt_tokens: longer prompts (generation prompt included) are dropped, never truncated.
         system_prompt, prompt_format, template_kwargs, flag, split: as in `load_sft_rows`.
     Returns:

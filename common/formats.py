@@ -31,7 +31,8 @@ PREFERENCE_FORMATS = (
     "chosen+rejected (conversations or texts that begin alike)"
 )
 RL_FORMATS = (
-    "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth)"
+    "prompt (text or messages), question+answer, verl rows (prompt, reward_model.ground_truth), "
+    "preference rows"
 )
 _SYSTEM = ("system", "developer")
 _ROLES = {
@@ -649,12 +650,14 @@ def _pair_alone(row: Row) -> list[Exchange]:
         lost = [
             name
             for name, value in row.items()
-            if name.lower() in _PROMPTS and not (is_null(value) or value in ("", [], {}))
+            if name.lower() in _PROMPTS and not is_null(value)
+            if str(value).strip() and value not in ([], {})
         ]
         if lost:
             raise ValueError(
-                f"{', '.join(lost)}: beside the texts chosen and rejected alone this would be lost "
-                f"(columns {sorted(row)}); accepted: {PREFERENCE_FORMATS}"
+                f"{', '.join(lost)}: would be lost, since no column is known to be the prompt of "
+                f"the texts chosen and rejected; columns {sorted(row)}; accepted: "
+                f"{PREFERENCE_FORMATS}"
             )
         return _split_texts(*texts)
     return list[Exchange](_split_alike(*(_conversation(row, column) for column in _SIDES)))

@@ -213,7 +213,8 @@ class _PairEncoder(RowEncoder):
         text = self._only_text(response, "assistant")
         found = self._special.search(text.removesuffix(self.tokenizer.eos_token or ""))
         if found:
-            raise Drop("special_token_in_text", f"the response spells {found[0]!r} inside")
+            detail = f"the response spells {found[0]!r}; only an EOS may be there, at its very end"
+            raise Drop("special_token_in_text", detail)
 
     def _side(self, example: PairExample, response: str | Messages) -> TokenRow:
         prompt, tools = example.prompt, example.tools

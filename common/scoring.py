@@ -72,12 +72,6 @@ class RewardModel:
         except ValueError as error:
             message = str(error).removeprefix(f"--rewards={path}: ")
             raise ValueError(f"{self.flag}: {message}") from error
-        # Where a chat template is used, the encoder refuses responses that spell special tokens.
-        self._refused_texts: set[str] = set()
-        if not tokenizer.chat_template:
-            added = tokenizer.added_tokens_decoder.values()
-            self._refused_texts = {token.content for token in added if token.special}
-            self._refused_texts |= set(tokenizer.all_special_tokens)
         self._device, self._max_tokens, self._packing = env.device, max_tokens, packing
         config: Any = self._model.config
         self._bias = float(getattr(config, "score_bias", None) or 0.0)
@@ -164,9 +158,6 @@ class RewardModel:
         self, prompt: str | Messages, response: str, tools: list[dict[str, Any]]
     ) -> list[int] | Drop | ValueError:
         """Ids of a conversation, or why there are none: for all ranks to see."""
-        for text in self._refused_texts:
-            if text in response:
-                return Drop("special_token_in_text", f"the text spells {text!r}")
         try:
             ids = self._encoder.ids(prompt, response, tools)
         except (Drop, ValueError) as error:

@@ -343,7 +343,7 @@ def test_sft_drops_are_counted(tmp_path):
         "bad_tool_call": 2,
         "starts_with_assistant": 1,
     }
-    with pytest.raises(ValueError, match=r"all 1 rows .*no_target.*--max_sequence_tokens=200"):
+    with pytest.raises(ValueError, match=r"the only row .*no_target.*to train\)$"):
         sft(tmp_path, rows[1:2])
 
 
@@ -389,6 +389,7 @@ def test_render_example_marks_and_shortens(tmp_path):
     assert shown.endswith("pppppppppp«yes<eos>»") and "75 characters" in shown and len(shown) < 80
     prompt = prompts(tmp_path, [{"prompt": "hi"}], tokenizer)[0][0]
     assert render_example(prompt, tokenizer) == "<bos>hi"
+    assert render_example(TokenRow([], []), tokenizer) == ""
 
 
 # ---- formats ----
@@ -416,6 +417,9 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
         ({"prompt": "hi", "chosen": CHAT}, "prompt+chosen"),
         ({"prompt": CHAT[:1], "chosen": CHAT}, "prompt+chosen"),
         ({"prompt": CHAT[:1], "chosen": CHAT[1:]}, "prompt+chosen"),
+        ({"question": "hi", "system": "", "chosen": "hello", "rejected": "no"}, "question+chosen"),
+        ({"question": "hi", "chosen": CHAT, "rejected": CHAT}, "question+chosen"),
+        ({"instruction": "", "input": "hi", "chosen": "hello"}, "instruction+chosen"),
         ({"chosen": CHAT, "rejected": [USER, {"role": "assistant", "content": "no"}]}, "chosen"),
         ({"chosen": CHAT}, "chosen"),
     ],
@@ -480,12 +484,19 @@ def test_prompts_of_preference_rows(tmp_path):
     rows = [
         {"conversations": turns, "chosen": answer, "rejected": answer | {"value": "1"}},
         {"prompt": "hello", "chosen": "12", "rejected": "1"},
+        {"question": "hello", "chosen": "12", "rejected": "1", "answer": "12"},
+        {"instruction": "hello", "input": "", "chosen": "12", "rejected": "1", "prompt": None},
         {"chosen": "Human: hello", "rejected": "Human: hell"},
     ]
     kept, dropped = prompts(tmp_path, rows)
     assert kept[0].prompt == [{"role": "user", "content": "hello"}]
-    assert kept[0].prompt_ids == kept[1].prompt_ids
+    assert [row.prompt_ids for row in kept] == [kept[0].prompt_ids] * 4
     assert dropped == {"no_prompt_column": 1}
+    history = {"instruction": "b", "history": [["hello", "12"]], "system": "s"}
+    (row,), _ = prompts(tmp_path, [history | {"chosen": "1", "rejected": "2"}])
+    assert [m["content"] for m in row.prompt] == ["s", "hello", "12", "b"]
+    with pytest.raises(ValueError, match="row 1 of rows.jsonl: input: would be lost"):
+        prompts(tmp_path, [{"input": "hello", "chosen": "a b", "rejected": "a c"}])
 
 
 def test_prompts_render_tools_and_know_their_source(tmp_path):
@@ -597,7 +608,7 @@ def test_report_says_what_happened_to_which_row(tmp_path):
     lines = str(report).splitlines()
     tokens = len(dataset[0].input_ids)
     assert lines[0] == (
-        f"--dataset: 4 rows (messages 3, text 1) -> 1 sequences, {tokens} tokens, "
+        f"--dataset: 4 rows (messages 3, text 1) -> 1 sequence, {tokens} tokens, "
         f"2 trained ({2 / tokens:.1%})"
     )
     assert "  dropped 2: unknown_role (row 3 of a.jsonl: message 2: role 'asistant')" in lines
@@ -696,7 +707,7 @@ def test_rows_that_cannot_be_used_are_counted_and_described(tmp_path, row, reaso
     (found,) = report.dropped
     assert found.startswith(reason) and report.dropped[found] == 1
     assert re.search(f"row 2 of a.jsonl: .*{detail}", report.examples[found])
-    with pytest.raises(ValueError, match=f"--dataset: all 1 rows of .*: 1 {reason}.*{detail}"):
+    with pytest.raises(ValueError, match=f"--dataset: the only row of .*: 1 {reason}.*{detail}"):
         load(write(tmp_path / "b.jsonl", [row]))
 
 
@@ -758,7 +769,8 @@ def test_a_dataset_of_which_nothing_is_left_is_an_error(tmp_path):
     good = write(tmp_path / "good.jsonl", [{"text": "x"}])
     bad = write(tmp_path / "bad.jsonl", [{"text": "x" * 999}, {"text": ""}])
     message = (
-        r"--eval_dataset: all 2 rows of .*bad.jsonl were dropped: 1 too_long \(row 1 .*no_target"
+        r"--eval_dataset: all 2 rows of .*bad.jsonl were dropped: 1 too_long \(row 1 .*no_target.*"
+        r"\(--max_sequence_tokens=200\)$"
     )
     with pytest.raises(ValueError, match=message):
         load(good + bad, flag="--eval_dataset")
@@ -902,7 +914,7 @@ def test_every_dataset_name_has_its_own_line(tmp_path):
     two = write(tmp_path / "b.jsonl", [{"messages": CHAT}, long, long])
     text = str(load([*one, *two], make_tokenizer())[1])
     assert f"{one[0]}: 3 rows -> 3 sequences, 0 dropped" in text
-    assert f"{two[0]}: 3 rows -> 1 sequences, 2 dropped" in text
+    assert f"{two[0]}: 3 rows -> 1 sequence, 2 dropped" in text
 
 
 def test_answers_marked_as_not_trained_are_not_trained_as_plain_text_either(tmp_path):

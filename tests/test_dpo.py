@@ -32,7 +32,9 @@ def test_the_cache_of_reference_logprobs_cannot_go_stale(tmp_path: Path) -> None
     """P25: a cache that outlived its model or data gave step-0 losses other than ln 2."""
     flags = pair_flags(tmp_path)
     first, said = train(flags, tmp_path / "a")
-    assert "18 pairs computed" in said and "23 pairs computed" in said  # only what the run needs
+    assert (
+        "train pairs: 18 computed" in said and "eval pairs: 23 computed" in said
+    )  # only what the run needs
     again, said = train(flags, tmp_path / "b", "--seed", 0)
     assert said.count("reference log-probs: from the cache") == 2 and again == first
     # same folder, same file names, other data

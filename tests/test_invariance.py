@@ -105,8 +105,7 @@ PAIR_LAYOUTS: Layouts = {
         None,
         ["--max_tokens_per_microbatch", 192, "--prefix_sharing", "False"],
     ),
-    "one pair per row": (None, ["--packing", "False"]),
-    "two ranks": (2, []),
+    "two ranks, one pair per row": (2, ["--packing", "False"]),
     "two replicas, recomputed": (2, ["--replicas", 2, "--activation_checkpointing", "True"]),
 }
 LORA_PAIR_LAYOUTS: Layouts = {
@@ -146,15 +145,20 @@ def pair_flags(tmp_path: Path) -> list[object]:
 def test_dpo(tmp_path: Path, lora: bool) -> None:
     """P13, P25, P26: as above, and the reference's log-probs may be cached or computed anew."""
     flags = pair_flags(tmp_path)
+    loss = math.log(2)
     if lora:  # [D3]: the baselines of kto_pair are those of the whole step
-        layouts = LORA_PAIR_LAYOUTS | {"live": (None, ["--reference", "live"])}
+        ((ranks, layout),) = LORA_PAIR_LAYOUTS.values()
+        layouts: Layouts = {"live, offloaded": (ranks, [*layout, "--reference", "live"])}
         rows = check("dpo.py", [*flags, *LORA, "--loss", "kto_pair"], tmp_path, layouts)
-        assert rows[0]["eval/loss"] == pytest.approx(1.0, abs=1e-6)
+        loss = 1.0
     else:
-        layouts = PAIR_LAYOUTS | {"live": (2, ["--reference", "live"])}
+        ranks, layout = PAIR_LAYOUTS["two replicas, recomputed"]
+        layouts = {"live, two replicas": (ranks, [*layout, "--reference", "live"])}
+        layouts |= {name: how for name, how in PAIR_LAYOUTS.items() if "replicas" not in name}
         rows = check("dpo.py", [*flags, "--sft_coef", 0.1], tmp_path, layouts)
-        assert rows[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        loss += 0.1 * rows[0]["eval/sft_loss"]
         assert rows[1]["policy/chosen_kl"] == pytest.approx(0, abs=1e-9)
+    assert rows[0]["eval/loss"] == pytest.approx(loss, abs=1e-6)
     assert (rows[0]["eval/ties"], rows[0]["eval/accuracy"]) == (1, 0)
     assert rows[0]["eval/margin"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]

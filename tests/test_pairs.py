@@ -10,6 +10,7 @@ import pytest
 from launch import ROOT, command, environment
 from test_chat import MISTRAL, QWEN3, QWEN25, TOOL, TOOL_CHAT
 from tiny import CHAT_TEMPLATE, FLAVOURS, make_tokenizer
+from tokenizers import AddedToken
 
 from common import data
 from common import pairs as pairs_module
@@ -104,6 +105,15 @@ def targets(row, tokenizer):
         ),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, ""),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": None}, ""),
+        # Intel's orca_dpo_pairs
+        ({"system": "", "question": "hi", "chosen": "hello", "rejected": "he no"}, "question"),
+        ({"question": "hi", "chosen": [USER, GOOD], "rejected": [BAD]}, "question"),
+        # LLaMA-Factory's alpaca rankings
+        ({"instruction": "hi", "chosen": "hello", "rejected": "he no"}, "instruction"),
+        (
+            {"instruction": "", "input": "hi", "history": [], "chosen": "hello", "rejected": BAD},
+            "instruction",
+        ),
     ],
 )
 def test_every_format_gives_the_same_pair(tmp_path, row, name):
@@ -125,6 +135,8 @@ def test_every_format_gives_the_same_pair(tmp_path, row, name):
     [
         {"system": "be brief", **ROW},
         {"system": "be brief", "prompt": [USER], "chosen": GOOD, "rejected": BAD},
+        {"system": "be brief", "question": "hi", "chosen": "hello", "rejected": "he no"},
+        {"system": "be brief", "instruction": "hi", "chosen": "hello", "rejected": "he no"},
         {"system": "be brief", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": [SYSTEM, USER], "chosen": "hello", "rejected": "he no"},
         {"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -138,6 +150,22 @@ def test_system_prompts_of_every_kind(tmp_path, row):
     assert sequences(tmp_path, row, tokenizer) == expected
     assert sequences(tmp_path, row, tokenizer, system_prompt="other") == expected
     assert "system\nbe brief<|im_end|>" in tokenizer.decode(expected[1].input_ids)
+
+
+def test_instructions_with_input_and_history(tmp_path):
+    """The question was thrown away, and the answers trained as bare texts."""
+    tokenizer = make_tokenizer()
+    row = {"instruction": "add", "input": "1 2", "history": [["hi", "hello"]], "system": "be brief"}
+    row |= {"chosen": "3", "rejected": "4"}
+    turns = [SYSTEM, USER, GOOD, {"role": "user", "content": "add\n\n1 2"}]
+    for for_scoring in (False, True):
+        expected = {"prompt": turns, "chosen": "3", "rejected": "4"}
+        assert sequences(tmp_path, row, tokenizer, for_scoring=for_scoring) == sequences(
+            tmp_path, expected, tokenizer, for_scoring=for_scoring
+        )
+    plain = {"question": "2+2", "chosen": "4", "rejected": "5"}
+    report = pairs(tmp_path, [plain], make_tokenizer("no_template"))[1]
+    assert "answers follow their prompts without any separator" in str(report)
 
 
 def test_the_prompt_may_be_the_last_question_of_whole_conversations(tmp_path):
@@ -172,28 +200,44 @@ HH = "\n\nHuman: hi\n\nAssistant: 12\n\nHuman: say it\n\nAssistant:"
         ("so it is", "so it is so", "so it"),
         ("so it ", "so it is", "so"),
         ("so it is", "so it is", "so it"),
-        ("yes", "yellow", ""),
-        ("yes", "no", ""),
+        # control tokens that both begin with are the prompt's, with white space behind or without
+        ("a b<|im_end|>yes", "a b<|im_end|>no", "a b<|im_end|>"),
+        ("<|im_start|>a\nyes", "<|im_start|>a\nno", "<|im_start|>a"),
+        ("a yes<eos>", "a yes<eos>", "a"),
     ],
 )
 def test_texts_without_a_prompt_are_cut_where_they_part(tmp_path, chosen, rejected, prompt):
     """HH-RLHF and the like are plain text, also where there is a chat template."""
-    row = {"chosen": chosen, "rejected": rejected, "system": "has no place here"}
+    row = {"chosen": chosen, "rejected": rejected, "system": " ", "input": None, "messages": None}
     example = parse_pair(row, detect_pair_format(row))
-    assert (example.prompt, example.whole_texts) == (prompt, True)
+    assert example.whole_texts and prompt.startswith(example.prompt)
     assert example.prompt + example.chosen == chosen
     assert example.prompt + example.rejected == rejected
     tokenizer = make_tokenizer()
     found = pair(tmp_path, row, tokenizer)
-    assert tokenizer.decode(found.chosen.input_ids) == f"<bos>{chosen}<eos>"
-    assert targets(found.rejected, tokenizer) == (
-        rejected.removeprefix(prompt) + "<eos>",
-        len(tokenizer(prompt)["input_ids"]),
-    )
+    assert tokenizer.decode(found.chosen.input_ids) == f"<bos>{chosen.removesuffix('<eos>')}<eos>"
+    prompt_length = len(tokenizer(prompt)["input_ids"])
+    response = rejected.removeprefix(prompt).removesuffix("<eos>")
+    assert targets(found.rejected, tokenizer) == (f"{response}<eos>", prompt_length)
     scored = pair(tmp_path, row, tokenizer, for_scoring=True)
-    assert scored.chosen.input_ids == [*tokenizer(chosen)["input_ids"], tokenizer.eos_token_id]
+    assert scored.chosen.input_ids == found.chosen.input_ids
+    assert scored.prompt_length == found.prompt_length == prompt_length
+    note = "note: of two texts without a prompt column the prompt is what both begin with, of Human"
+    assert note in str(pairs(tmp_path, [row], tokenizer)[1])
     with pytest.raises(ValueError, match="--system_prompt has no place in rows of whole texts"):
         pair(tmp_path, row, tokenizer, system_prompt="x")
+
+
+@pytest.mark.parametrize(
+    "column", ["input", "query", "context", "system", "Prompt", "dialogue", "system_prompt"]
+)
+@pytest.mark.parametrize("value", ["hi", [USER]])
+def test_texts_beside_a_prompt_that_is_not_read_are_an_error(tmp_path, column, value):
+    row = {"chosen": "so yes", "rejected": "so no", "id": 1}
+    with pytest.raises(ValueError, match=f"row 2 of rows.jsonl: {column}: would be lost.*'chosen'"):
+        pairs(tmp_path, [row, row | {column: value}])
+    for empty in (None, "", " ", [], {}):
+        assert len(pairs(tmp_path, [row, row | {column: empty}])[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -228,14 +272,29 @@ def test_texts_without_a_prompt_are_cut_where_they_part(tmp_path, chosen, reject
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "empty_prompt"),
         ({"prompt": [], "chosen": GOOD, "rejected": BAD}, "empty_prompt"),
-        ({"prompt": "", "chosen": "a", "rejected": "b"}, "empty_turn: .*chosen: the user turn"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "empty_prompt: .*nothing comes before"),
+        ({"question": " ", "chosen": "a", "rejected": "b"}, "empty_prompt: .*nothing comes before"),
+        ({"chosen": "yes", "rejected": "yellow"}, "empty_prompt: .*no beginning in common"),
+        ({"chosen": "\nyes", "rejected": "\nno"}, "empty_prompt: .*no column `prompt`"),
+        (
+            {"chosen": f"{HH} a", "rejected": HH.replace("hi", "ho") + " b"},
+            "prompts_differ: .*differ before the first Assistant",
+        ),
         ({"prompt": "hi", "chosen": [GOOD, USER], "rejected": [BAD]}, "ends_without_answer"),
-        (ROW | {"rejected": [{"role": "asistant", "content": "x"}]}, "unknown_role: .*asistant"),
+        (
+            ROW | {"rejected": [{"role": "asistant", "content": "x"}]},
+            "unknown_role: .*rejected: message 1",
+        ),
+        (ROW | {"chosen": [USER, GOOD | {"content": 5}]}, "not_text: .*chosen: message 2"),
         (ROW | {"rejected": "a<|im_end|>b"}, "special_token_in_text: .*rejected: .*im_end"),
         (ROW | {"rejected": "\ud800"}, "invalid_unicode: .*rejected"),
         (ROW | {"tools": "[{"}, "bad_tools"),
         (ROW | {"rejected": "x" * 999}, "too_long: .*1,0.. tokens"),
         ({"chosen": f"{HH} a", "rejected": f"{HH} b", "tools": [TOOL]}, "tools_need_template"),
+        (
+            {"chosen": f"{HH} a", "rejected": f"{HH} <pad> b"},
+            "special_token_in_text: .*rejected: .*<pad>",
+        ),
     ],
 )
 @pytest.mark.parametrize("for_scoring", [False, True])
@@ -244,7 +303,7 @@ def test_pairs_that_cannot_be_used_are_counted_and_described(tmp_path, row, reas
     dataset, report = pairs(tmp_path, [ROW, row, ROW], for_scoring=for_scoring)
     assert len(dataset) == 2 and report.dropped == {reason: 1}
     assert report.examples[reason].startswith("row 2 of rows.jsonl")
-    with pytest.raises(ValueError, match=f"all 1 rows of .* dropped: 1 {reason}.*{detail}"):
+    with pytest.raises(ValueError, match=f"the only row of .* dropped: 1 {reason}.*{detail}"):
         pairs(tmp_path, [row], for_scoring=for_scoring)
 
 
@@ -257,9 +316,20 @@ def test_pairs_that_cannot_be_used_are_counted_and_described(tmp_path, row, reas
         ({"chosen": 7, "rejected": 8}, {}, "chosen: expected a list .*found 7"),
         (ROW | {"rejected": 7}, {}, "rejected: expected a list .*found 7"),
         (ROW | {"prompt": 7}, {}, "prompt: expected text or a list"),
-        (ROW | {"margin": "big"}, {}, "margin: expected a number, found 'big'"),
-        (ROW | {"margin": True}, {}, "margin: expected a number, found True"),
+        (ROW | {"margin": "big"}, {}, "margin: expected a number up to 1e30, found 'big'"),
+        (ROW | {"margin": "nan"}, {}, "margin: expected a number up to 1e30, found 'nan'"),
+        (ROW | {"margin": True}, {}, "margin: expected a number up to 1e30, found True"),
+        (ROW | {"margin": [1]}, {}, r"margin: expected a number up to 1e30, found \[1\]"),
+        (ROW | {"margin": 10**400}, {}, "margin: expected a number up to 1e30, found 1000"),
+        (ROW | {"margin": -1.1e30}, {}, "margin: expected a number up to 1e30"),
+        (ROW | {"margin": math.inf}, {}, "margin: expected a number up to 1e30, found inf"),
+        (ROW | {"margin": "1e999"}, {}, "margin: expected a number up to 1e30, found '1e999'"),
         (ROW | {"chosen_score": 1, "rejected_score": "x"}, {}, "rejected_score: expected a number"),
+        (
+            ROW | dict.fromkeys(("score_chosen", "score_rejected"), math.inf),
+            {},
+            "score_chosen: exp",
+        ),
         (
             ROW | {"prompt": [USER]},
             {"tokenizer": make_tokenizer("no_template")},
@@ -279,9 +349,9 @@ def test_mistakes_are_errors_with_their_place(tmp_path, row, options, message):
 def test_margins_and_grades(tmp_path):
     rows = [
         ROW | {"margin": 1.5, "chosen_score": 8, "rejected_score": 2},
-        ROW | {"margin": None, "score_chosen": 7.5, "score_rejected": None},
+        ROW | {"margin": " ", "score_chosen": "7.5", "score_rejected": None},
         ROW | {"chosen_rating": 5, "rejected_rating": 1.0, "chosen_score": None},
-        ROW | {"margin": -1, "chosen-rating": 4, "rejected-rating": 3},
+        ROW | {"margin": "-1.0", "chosen-rating": 4, "rejected-rating": "3"},
         ROW,
     ]
     dataset, report = pairs(tmp_path, rows)
@@ -291,9 +361,23 @@ def test_margins_and_grades(tmp_path):
     np.testing.assert_array_equal(dataset.grades, expected)
     assert dataset[0].margin == 1.5 and dataset[0].grades == (8.0, 2.0)
     assert (report.with_margin, report.with_grades) == (2, 3)
-    assert "2 pairs with a margin\n  3 pairs with grades" in str(report)
+    lines = str(report).splitlines()
+    assert "  2 pairs with a margin" in lines and "  3 pairs with grades" in lines
+    assert "  1 pair with a negative margin, which contradicts the label" in lines
+    assert "graded lower" not in str(report)
     without = pairs(tmp_path, [ROW, ROW | {"margin": math.nan}])
     assert not without[0].has_margin and "margin" not in str(without[1])
+
+
+def test_grades_that_contradict_their_labels_are_counted(tmp_path):
+    grades = [(1, 2), ("1", "8.0"), (3, 9), (5, 5), (2, 1), (None, 1), (7, None)]
+    rows = [ROW | {"chosen_rating": a, "rejected_rating": b} for a, b in grades]
+    report = pairs(tmp_path, rows)[1]
+    assert (report.graded_lower, report.graded_equal) == (3, 1)
+    assert "3 pairs with a chosen side that is graded lower, 1 equal" in str(report)
+    report = pairs(tmp_path, rows[3:5])[1]
+    assert "  0 pairs with a chosen side that is graded lower, 1 equal" in str(report).splitlines()
+    assert "graded" not in str(pairs(tmp_path, rows[4:])[1])
 
 
 # ---- sequences ----
@@ -427,11 +511,41 @@ def test_plain_text(tmp_path, add_bos, add_eos):
     with_template = make_tokenizer(add_bos=add_bos, add_eos=add_eos)
     found = sequences(tmp_path, chat, with_template, prompt_format="text")
     assert found == sequences(tmp_path, row, tokenizer)
-    # without a BOS nothing predicts the first token of a response without a prompt
-    nothing = {"prompt": "", "chosen": "a", "rejected": "b"}
-    dataset, report = pairs(tmp_path, [row, nothing], tokenizer)
-    assert report.dropped == ({} if add_bos else {"empty_prompt": 1})
-    assert len(pairs(tmp_path, [row, nothing], tokenizer, for_scoring=True)[0]) == 2
+    # to compare and to score, with a BOS and without
+    for nothing in ({"prompt": ""}, {"prompt": "\n"}, {}):
+        nothing |= {"chosen": "a", "rejected": "b"}
+        for for_scoring in (False, True):
+            _, report = pairs(tmp_path, [row, nothing], tokenizer, for_scoring=for_scoring)
+            assert report.dropped == {"empty_prompt": 1}
+
+
+@pytest.mark.parametrize("for_scoring", [False, True])
+@pytest.mark.parametrize("prompt_format", ["auto", "text"])
+def test_plain_responses_end_with_their_first_stop_token(tmp_path, for_scoring, prompt_format):
+    """What follows a control token in a response was trained, though no engine gets there."""
+    tokenizer = make_tokenizer("no_template" if prompt_format == "auto" else "distinct")
+    options = {"for_scoring": for_scoring, "prompt_format": prompt_format}
+    # prompts may be templated already
+    good = {"prompt": "<|im_start|>a<eos>b:", "chosen": " yes<eos>", "rejected": " no"}
+    bad = [" no<eos>\n", " no<eos><eos>", " <|im_end|>", "<bos>no", "<|im_start|>user\n<eos>"]
+    rows = [good, *(good | {"rejected": text} for text in bad), good | {"chosen": bad[0]}]
+    if prompt_format == "text":
+        rows.append(good | {"rejected": GOOD | {"content": bad[0]}, "prompt": [USER]})
+    dataset, report = pairs(tmp_path, rows, tokenizer, **options)
+    assert report.dropped == {"special_token_in_text": len(rows) - 1}
+    assert "row 2 of rows.jsonl: rejected: the response spells '<eos>'" in str(report)
+    (found,) = dataset
+    for side, response in ((found.chosen, " yes<eos>"), (found.rejected, " no<eos>")):
+        assert tokenizer.decode(side.input_ids) == f"<bos>{good['prompt']}{response}"
+    # what is trained can be scored, and nothing else
+    encoder = ResponseEncoder(tokenizer, prompt_format=prompt_format)
+    assert encoder.ids(good["prompt"], good["chosen"]) == found.chosen.input_ids
+    for text in bad:
+        with pytest.raises(Drop, match="special_token_in_text"):
+            encoder.ids(good["prompt"], text)
+    # tags of thoughts are text, even where they are special tokens
+    tokenizer.add_tokens([AddedToken("<think>", special=True)])
+    assert len(pairs(tmp_path, [good | {"chosen": "<think>12"}], tokenizer, **options)[0]) == 1
 
 
 def test_prompt_ids_do_not_depend_on_the_response(tmp_path):
@@ -541,7 +655,9 @@ def test_the_limit_holds_for_both_sides(tmp_path, for_scoring):
     assert "truncated 2 pairs: prompts have lost their beginning, responses their tail" in str(
         report
     )
-    with pytest.raises(ValueError, match="too_long .*no room for a response"):
+    with pytest.raises(
+        ValueError, match=r"too_long .*no room for a response\) \(--max_sequence_tokens=1\)$"
+    ):
         pairs(tmp_path, rows, tokenizer, **options | {"overlong": "truncate", "max_tokens": 1})
 
 
@@ -570,7 +686,10 @@ def test_dataset_is_a_sequence_of_pairs(tmp_path):
         dataset[5]
     some, report = load([*one, *two], tokenizer, limit=3, cache_dir=tmp_path / "cache")
     assert all(map(equal, some, rows)) and len(some) == 3
-    assert some.source_sizes == [2, 1] and "the first" in str(report)
+    assert some.source_sizes == [2, 1] and "the first 4 rows" in str(report)
+    # the checks know of these pairs alone
+    lines = str(report).splitlines()
+    assert lines[-2] == "  of 3 pairs only:" and lines[-1].startswith("    responses: chosen ")
     assert not (tmp_path / "cache").exists()
 
 
@@ -621,15 +740,22 @@ def test_data_checks(tmp_path, for_scoring):
     assert report.rejected_tokens == pytest.approx(sum(rejected) / 7 + extra)
     assert (report.chosen_longer, report.rejected_longer) == pytest.approx((2 / 7, 3 / 7))
     text = str(report)
-    assert "2 pairs with identical responses" in text and "2 pairs repeat an earlier one" in text
-    assert "3 pairs occur with their sides exchanged" in text
+    assert "2 pairs with identical responses" in text and "2 pairs repeating an earlier one" in text
+    assert "3 pairs present with their sides exchanged" in text
     assert "chosen is longer in 28.6% of the pairs, rejected in 42.9%" in text
     # of equal conversations the last answer is the response
     twice = {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, GOOD]}
     dataset, report = pairs(tmp_path, [twice], for_scoring=for_scoring)
     assert report.identical == 1 and dataset.response_lengths.tolist() == [[2 + extra] * 2]
+    assert "1 row (chosen+rejected 1) -> 1 pair, " in str(report)
+    assert "\n  1 pair with identical responses" in str(report)
     text = str(pairs(tmp_path, [a, b], for_scoring=for_scoring)[1])
     assert not any(word in text for word in ("identical", "repeat", "exchanged", "margin", "grade"))
+    with pytest.raises(
+        ValueError, match="the only row of .* was dropped: 1 empty_response"
+    ) as said:
+        pairs(tmp_path, [ROW | {"chosen": ""}], for_scoring=for_scoring)
+    assert "--max_sequence_tokens" not in str(said.value)  # no longer limit would help
 
 
 @pytest.mark.parametrize("for_scoring", [False, True])
@@ -660,8 +786,34 @@ def test_render_pair(tmp_path):
         f"{prompt}\n---- chosen: \x1b[32mhello<|im_end|>\n\x1b[0m"
         "\n---- rejected: \x1b[32mhe no<|im_end|>\n\x1b[0m"
     )
-    long = PairRow(*[TokenRow([1] * 50, [t > 3 for t in range(50)])] * 2, 3, 0.0, (0.0, 0.0))
+    long = PairRow(*[TokenRow([1] * 50, [t > 3 for t in range(50)])] * 2, 3, 4, 0.0, (0.0, 0.0))
     assert len(render_pair(long, tokenizer, max_chars=20)) < 250
+
+
+def test_responses_that_begin_alike_are_shown_in_full(tmp_path):
+    """Pairs to score were cut where their ids part: "Assistant: Yes," belonged to the prompt."""
+    tokenizer = make_tokenizer("no_template")
+    row = {"prompt": "hi:", "chosen": " yes, very", "rejected": " yes, a bit"}
+    for for_scoring in (False, True):
+        shown = render_pair(pair(tmp_path, row, tokenizer, for_scoring=for_scoring), tokenizer)
+        assert shown == (
+            "<bos>hi:\n---- chosen: « yes, very<eos>»\n---- rejected: « yes, a bit<eos>»"
+        )
+        same = pair(tmp_path, row | {"rejected": " yes, very"}, tokenizer, for_scoring=for_scoring)
+        assert render_pair(same, tokenizer) == (
+            "<bos>hi:\n---- chosen: « yes, very<eos>»\n---- rejected: « yes, very<eos>»"
+        )
+
+
+def test_pairs_that_share_nothing_can_be_shown(tmp_path):
+    """To score, "=" + "1" is one token, so that the prompt has none of its own: it crashed."""
+    tokenizer = make_tokenizer("no_template", add_bos=False)
+    row = {"prompt": "=", "chosen": "1", "rejected": "12"}
+    found = pair(tmp_path, row | {"rejected": "1 or"}, tokenizer, for_scoring=True)
+    assert found.prompt_length == 0
+    assert render_pair(found, tokenizer) == (
+        "\n---- chosen: «=1<eos>»\n---- rejected: «=1 or<eos>»"
+    )
 
 
 def test_worker_processes_give_the_same_pairs():

@@ -739,9 +739,9 @@ DPO_METRICS = {
 def test_runs_of_dpo(
     tmp_path: Path, kind: str, schedule: str, own_reference: bool, sft_coef: float
 ) -> None:
-    """Same log, same evaluation, same weights after three steps. TRL's loss has the SFT term in the
-    evaluation, too, and divides it by the tokens of a forward, not of a step: it takes a step in
-    one forward here."""
+    """Same log, same evaluation, same weights after three steps. TRL divides the SFT term by the
+    tokens of a forward, not of a step: it takes a step in one forward here. In its evaluation there
+    are several, so that the loss with this term is not compared."""
     model = tiny_model(tmp_path, tokenizer=tokenizer_of(kind), seed=1)
     flags: list[object] = ["--sft_coef", sft_coef]
     settings: Row = {"beta": 0.1}
@@ -770,7 +770,9 @@ def test_runs_of_dpo(
             assert_same_metrics(row, log, names)
     if not own_reference:
         assert result.ours[0]["policy/ties"] == result.evaluations[0][0]["eval/ties"] == 1
-        assert result.evaluations[0][0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        row = result.evaluations[0][0]
+        loss = math.log(2) + sft_coef * row["eval/sft_loss"]
+        assert row["eval/loss"] == pytest.approx(loss, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -783,8 +785,7 @@ def test_runs_of_dpo(
 def test_runs_of_reward_models(
     tmp_path: Path, kind: str, schedule: str, margins: bool, center_coef: float
 ) -> None:
-    """As above, from a checkpoint that has a head, so that both start with the same. TRL's loss has
-    the centering term in the evaluation, too; ours is that of the pairs alone."""
+    """As above, from a checkpoint that has a head, so that both start with the same."""
     model = scored(tmp_path, kind)
     result = both_runs(
         *(tmp_path, "reward_model.py", model, kind, schedule),
@@ -798,9 +799,7 @@ def test_runs_of_reward_models(
         assert_same_metrics(row, log, names)
         mean = (row["reward/chosen_score"] + row["reward/rejected_score"]) / 2
         assert mean == pytest.approx(log["mean_reward"], rel=RUN_TOLERANCE)
-    names = {"eval/accuracy": "eval_accuracy", "eval/margin": "eval_margin"}
-    if not center_coef:
-        names["eval/loss"] = "eval_loss"
+    names = {f"eval/{name}": f"eval_{name}" for name in ("accuracy", "margin", "loss")}
     for row, log in result.evaluations:
         assert_same_metrics(row, log, names)
         mean = (row["eval/chosen_score"] + row["eval/rejected_score"]) / 2

@@ -94,7 +94,7 @@ def test_text_prompts(flavour: Any, tmp_path: Path, env: DistEnv) -> None:
     expected = plain_scores(path, prompts, RESPONSES[:3])
     model = load(path, env)
     assert model.score(prompts, RESPONSES[:3]) == pytest.approx(expected, abs=1e-5)
-    assert model.score(["hello"] * 2, ["yes<eos>", "no<|im_end|> yes"]) == [None, None]
+    assert model.score(["hello"] * 2, ["yes<eos> 1", "no<|im_end|> yes"]) == [None, None]
     assert model.refused == {"special_token_in_text": 2}
 
 
