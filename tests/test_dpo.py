@@ -36,7 +36,7 @@ def test_the_cache_of_reference_logprobs_cannot_go_stale(tmp_path: Path) -> None
         "train pairs: 18 computed" in said and "eval pairs: 23 computed" in said
     )  # only what the run needs
     again, said = train(flags, tmp_path / "b", "--seed", 0)
-    assert said.count("reference log-probs: from the cache") == 2 and again == first
+    assert said.count("pairs: from the cache") == 2 and again == first
     # same folder, same file names, other data
     write_pairs(tmp_path, num_rows=22)
     other, said = train(flags, tmp_path / "d")
