@@ -603,17 +603,11 @@ def plan_pairs(
     prefix_sharing: bool,
 ) -> list[list[list[int]]]:
     """[rank][microbatch] -> pairs of `data`, whole; the same on every rank."""
-    tokens = pair_tokens(data, prefix_sharing=prefix_sharing)[pairs]
+    tokens = data.lengths[pairs].sum(axis=1) - prefix_sharing * data.num_shared[pairs]
     members = plan_microbatches(
         tokens.tolist(), world_size=world_size, max_tokens=max_tokens, packing=packing
     )
     return [[[pairs[m] for m in row] for row in of_rank] for of_rank in members]
-
-
-def pair_tokens(data: PairDataset, *, prefix_sharing: bool) -> np.ndarray:
-    """(P,) i64 tokens that each pair takes in a packed row."""
-    both = data.lengths.sum(axis=1)
-    return both - data.num_shared if prefix_sharing else both
 
 
 def pack_pairs(data: PairDataset, pairs: list[int], *, prefix_sharing: bool) -> PackedRow:
@@ -1341,6 +1335,9 @@ def main(args: Args) -> None:
         before |= online
     if before:
         tracker.log(0, before)
+    tokens = (
+        dataset.lengths.sum(axis=1) - args.prefix_sharing * dataset.num_shared
+    )  # in packed rows
     for step in range(1, args.num_steps + 1):
         step_start = time.perf_counter()
         tracker.phase("training")
@@ -1408,7 +1405,6 @@ def main(args: Args) -> None:
         totals = torch.stack([sums[name] for name in names]).cpu()
         dist.all_reduce(totals)  # collective: all ranks
         total = dict(zip(names, totals.tolist(), strict=True))
-        tokens = pair_tokens(dataset, prefix_sharing=args.prefix_sharing)
         row_tokens = int(tokens[pairs].sum())
         step_s = time.perf_counter() - step_start
         metrics = {
