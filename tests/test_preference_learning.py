@@ -36,7 +36,7 @@ def test_the_best_policy_is_found(toy: Path) -> None:
     assert before["eval/accuracy"] < 0.7 and after["eval/accuracy"] > 0.95
 
     out = toy / "dpo"
-    more = ["--num_steps", 60, "--pairs_per_step", 64, "--learning_rate", 1e-4, "--beta", 0.5]
+    more = ["--num_steps", 120, "--pairs_per_step", 64, "--learning_rate", 1e-4, "--beta", 0.5]
     more += ["--online_dataset", f"{toy / 'pairs_eval.jsonl'}[:128]"]
     more += ["--rewards", f"model:{toy / 'rm' / 'final'}"]
     more += ["--max_prompt_tokens", 16, "--max_response_tokens", 12, "--online_every_steps", 1000]
