@@ -507,7 +507,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--model", help="another model than the random one (with --dataset)")
     parser.add_argument("--dataset", help="its jsonl file: prompt and answer, completion or pair")
-    parser.add_argument("--compile", action="store_true", help="sft: sides with torch.compile, too")
+    parser.add_argument("--compile", action="store_true", help="not grpo: with torch.compile, too")
     parser.add_argument("--only", nargs="+", help="names of the sides to run, as printed")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
@@ -555,6 +555,8 @@ def main() -> None:
             "unroll, 2 ranks": lambda: ours_pairs(folder, options, 2),
             "unroll, prompts twice": lambda: ours_pairs(folder, options, 1, prefix_sharing=False),
         }
+        if options.compile:
+            sides["unroll, compiled"] = lambda: ours_pairs(folder, options, 1, compile=True)
         if options.what == "dpo":
             sides["unroll, live"] = lambda: ours_pairs(folder, options, 1, reference="live")
         for peer in peers:
