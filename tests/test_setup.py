@@ -20,11 +20,14 @@ ROOT = Path(__file__).parent.parent
 
 # ---- the toy task ----
 
+SIZES: dict[str, Any] = {"num_sft": 4000, "num_rl": 500, "num_pairs": 400, "num_eval": 200}
+SIZES["mistaken"] = 0.6
+
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
-    make_toy(folder, seed=0, num_sft=4000, num_rl=500, num_eval=200, mistaken=0.6)
+    make_toy(folder, seed=0, **SIZES)
     return folder
 
 
@@ -38,9 +41,8 @@ def test_no_eval_problem_occurs_in_training_in_any_order(toy: Path) -> None:
     def keys(name: str) -> set[str]:
         return {"".join(sorted(row["prompt"])) for row in rows_of(toy / name)}
 
-    assert not (keys("sft.jsonl") | keys("rl.jsonl")) & (
-        keys("eval.jsonl") | keys("sft_eval.jsonl")
-    )
+    training = keys("sft.jsonl") | keys("rl.jsonl") | keys("pairs.jsonl")
+    assert not training & (keys("eval.jsonl") | keys("sft_eval.jsonl") | keys("pairs_eval.jsonl"))
     assert held_out("9141") == held_out("1149") == held_out("4191")
 
 
@@ -59,10 +61,17 @@ def test_demonstrations_are_a_mixture_and_answers_are_right(toy: Path) -> None:
             assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
 
 
+def test_the_chosen_side_of_a_pair_is_the_best_answer(toy: Path) -> None:
+    for name in ("pairs.jsonl", "pairs_eval.jsonl"):
+        for row in rows_of(toy / name):
+            assert row["chosen"] == "".join(sorted(row["prompt"][:-1])) != row["rejected"]
+            assert len(row["chosen"]) == len(row["rejected"])
+
+
 def test_the_same_seed_gives_the_same_bytes(toy: Path, tmp_path: Path) -> None:
     for seed, same in ((0, True), (1, False)):
-        make_toy(tmp_path, seed=seed, num_sft=4000, num_rl=500, num_eval=200, mistaken=0.6)
-        for name in ("sft.jsonl", "eval.jsonl", "model/model.safetensors"):
+        make_toy(tmp_path, seed=seed, **SIZES)
+        for name in ("sft.jsonl", "eval.jsonl", "pairs.jsonl", "model/model.safetensors"):
             assert ((tmp_path / name).read_bytes() == (toy / name).read_bytes()) is same
 
 
