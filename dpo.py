@@ -54,7 +54,6 @@ from common.cache import load_arrays, save_arrays, share_arrays
 from common.data import PromptRow, load_prompts, stop_token_ids
 from common.dist import all_gather_objects, from_rank0, parse_args, print0, setup, shutdown
 from common.engine import Engine, build_engine
-from common.formats import as_tools
 from common.logprobs import compute_logprobs
 from common.lora import LoraSettings, adapters_off
 from common.model import (
@@ -358,7 +357,10 @@ class Args:
                 f"--online_temperature={self.online_temperature} must be finite and not negative"
             )
         if bool(self.rewards) != bool(self.online_dataset):
-            raise ValueError("--rewards and --online_dataset need each other")
+            raise ValueError(
+                f"--rewards={' '.join(self.rewards)} and "
+                f"--online_dataset={' '.join(self.online_dataset)} need each other"
+            )
         if (
             self.online_dataset
             and self.max_prompt_tokens + self.max_response_tokens > self.max_sequence_tokens
@@ -788,10 +790,7 @@ def rollout(
         components[name] = reward_model.score(
             [row.prompt for row in sample_rows],
             responses,
-            [
-                as_tools(row.columns.get("tools") or row.columns.get("functions"))
-                for row in sample_rows
-            ],
+            [row.tools for row in sample_rows],
         )
         refused += components[name].count(None)
         lost = [a or b is None for a, b in zip(lost, components[name], strict=True)]
@@ -839,6 +838,11 @@ MEAN_GAP_BF16 = 0.15
 """self-test, bfloat16: mean difference; the same numbers are rounded otherwise in other rows"""
 
 
+FOR_SCORING = False
+"""pairs are what an engine would sample, with the tokens of the responses as targets"""
+
+
+# -- shared: load pairs --
 def load(
     args: Args,
     tokenizer: PreTrainedTokenizerBase,
@@ -847,7 +851,7 @@ def load(
     *,
     limit: int | None = None,
 ) -> PairDataset:
-    """Pairs of a flag with their trained tokens; prints what they are and what was dropped.
+    """Pairs of a flag; prints what they are and what was dropped.
 
     Rank 0 tokenises, or finds the result of an earlier run; the others get it.  # collective
     """
@@ -855,7 +859,7 @@ def load(
         list(getattr(args, flag.removeprefix("--"))),
         tokenizer,
         max_tokens=args.max_sequence_tokens,
-        for_scoring=False,
+        for_scoring=FOR_SCORING,
         system_prompt=args.system_prompt,
         prompt_format=args.prompt_format,
         overlong=args.overlong,
@@ -869,6 +873,9 @@ def load(
     if os.environ.get("RANK", "0") == "0":
         print(report, flush=True)
     return dataset
+
+
+# -- end shared --
 
 
 # -- shared: preview --
@@ -909,11 +916,9 @@ class Reference:
         return slice(self.starts[sequence], self.starts[sequence + 1])
 
 
-def reference_key(model: PreTrainedModel, data: PairDataset, wanted: list[int], *about: str) -> str:
-    """Changes whenever reference log-probs can: a hash of the weights themselves and the config, of
-    all token ids and masks, of the wanted pairs, and of the code that computes.
-
-    # collective: all ranks; rank 0 has the key
+def model_key(model: PreTrainedModel, *about: str) -> str:
+    """Changes whenever a model's log-probs can: a hash of the weights themselves, the config, and
+    the code and libraries that compute.  # collective: all ranks; rank 0 has the key
     """
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
     about += (torch.__version__, version("transformers"))
@@ -923,10 +928,6 @@ def reference_key(model: PreTrainedModel, data: PairDataset, wanted: list[int], 
         if dist.get_rank() == 0:
             digest.update(name.encode())
             digest.update(weight.cpu().contiguous().numpy().data)
-    sides = data.sides
-    arrays = (sides.input_ids, sides.loss_mask, sides.offsets, data.num_shared, np.array(wanted))
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
     root = Path(__file__).parent
     for name in (
         "common/logprobs.py",
@@ -935,6 +936,18 @@ def reference_key(model: PreTrainedModel, data: PairDataset, wanted: list[int], 
         "kernels/logprob.py",
     ):
         digest.update((root / name).read_bytes())
+    return digest.hexdigest()
+
+
+def reference_key(of_model: str, data: PairDataset, wanted: list[int]) -> str:
+    """Changes whenever reference log-probs can: with the model, any token id or mask, or the pairs
+    that are wanted. `of_model` is from `model_key`.
+    """
+    digest = hashlib.sha256(of_model.encode())
+    sides = data.sides
+    arrays = (sides.input_ids, sides.loss_mask, sides.offsets, data.num_shared, np.array(wanted))
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:32]
 
 
@@ -970,7 +983,7 @@ def main(args: Args) -> None:
     dataset = load(args, tokenizer, stop_ids, "--dataset")
     if args.loss == "simpo" and args.beta < 1:
         print0(f"--beta={args.beta}: SimPO's authors use 2 to 10")
-    if dataset.has_margin:
+    if dataset.num_margins:
         print0("the data's margins are not used: DPO has no term for them")
     print0(f"first pair, trained tokens marked: {render_pair(dataset[0], tokenizer)}")
     eval_dataset = None
@@ -1027,6 +1040,7 @@ def main(args: Args) -> None:
                 f"--model={args.model} another meaning"
             )
 
+    # -- shared: plan --
     def plan(data: PairDataset, pairs: list[int]) -> list[list[list[int]]]:
         """[rank][microbatch] -> pairs of `data`; the same on every rank."""
         return plan_pairs(
@@ -1037,6 +1051,8 @@ def main(args: Args) -> None:
             packing=args.packing,
             prefix_sharing=args.prefix_sharing,
         )
+
+    # -- end shared --
 
     def pack_row(data: PairDataset, members: list[int]) -> PackedRow:
         """A microbatch of a plan, on the device."""
@@ -1068,20 +1084,20 @@ def main(args: Args) -> None:
         print0(f"self-test: reference log-probs are reproduced, {what} gap {gap:.1e}")
 
     @torch.no_grad()
-    def cached_reference(policy: PreTrainedModel, name: str) -> Reference:
+    def cached_reference(policy: PreTrainedModel, name: str, of_model: str) -> Reference:
         """Log-probs of `policy` for a dataset, from the cache if they are there.  # collective"""
         data, wanted = datasets[name], pairs_of[name]
-        reference = Reference(data, np.full(int(data.num_targets.sum()), np.nan, np.float32))
         folder = None
         if args.cache_dir is not None:
-            key = reference_key(policy, data, wanted, str(dtype), env.device.type)
-            folder = Path(args.cache_dir).expanduser().resolve() / from_rank0(lambda: key)
+            key = from_rank0(lambda: reference_key(of_model, data, wanted))
+            folder = Path(args.cache_dir).expanduser().resolve() / key
             arrays = (load_arrays(folder, verify=True) if env.rank == 0 else None) or ({}, {})
             if from_rank0(lambda: bool(arrays[0])):
                 print0(f"reference log-probs, {name} pairs: from the cache ({folder})")
-                reference.values = share_arrays(arrays[0], folder)["logprobs"]
+                reference = Reference(data, share_arrays(arrays[0], folder)["logprobs"])
                 self_test(policy, reference, name)
                 return reference
+        reference = Reference(data, np.full(int(data.num_targets.sum()), np.nan, np.float32))
         start = time.perf_counter()
         for first in range(0, len(wanted), 1024):
             tracker.phase("reference log-probs", first, len(wanted))
@@ -1198,7 +1214,12 @@ def main(args: Args) -> None:
     references: dict[str, Reference] = {}
     if args.reference == "cached" and args.loss != "simpo":
         # Without --ref_model no second model: before its first update the policy is the reference.
-        references = {name: cached_reference(ref_model or model, name) for name in datasets}
+        policy = model if ref_model is None else ref_model
+        of_model = ""
+        if args.cache_dir is not None:
+            of_model = model_key(policy, str(dtype), env.device.type)
+        references = {name: cached_reference(policy, name, of_model) for name in datasets}
+        del policy  # or a reference model would stay in memory
         ref_model = None
 
     @torch.no_grad()
@@ -1335,9 +1356,8 @@ def main(args: Args) -> None:
         before |= online
     if before:
         tracker.log(0, before)
-    tokens = (
-        dataset.lengths.sum(axis=1) - args.prefix_sharing * dataset.num_shared
-    )  # in packed rows
+    # (P,) tokens of each pair in a packed row
+    tokens = dataset.lengths.sum(axis=1) - args.prefix_sharing * dataset.num_shared
     for step in range(1, args.num_steps + 1):
         step_start = time.perf_counter()
         tracker.phase("training")
@@ -1363,9 +1383,7 @@ def main(args: Args) -> None:
             lambda: torch.zeros((), dtype=torch.float64, device=env.device)
         )
         for row, reference in zip(rows, ref_logprobs, strict=True):
-            logprobs, entropy = compute_logprobs(
-                model, row
-            )  # (T,) f32 each, 0 where nothing is trained
+            logprobs, entropy = compute_logprobs(model, row)  # (T,) f32, 0 if not trained
             log_ratio = logprobs - reference  # (T,) f32
             chosen, rejected = log_ratios(row, log_ratio, means=args.means_over_tokens)
             loss = losses(chosen, rejected, kl.tolist()).sum() / len(pairs)

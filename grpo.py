@@ -42,7 +42,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.data import PromptRow, load_prompts, stop_token_ids
 from common.dist import all_gather_objects, parse_args, print0, setup, shutdown
 from common.engine import Engine, build_engine
-from common.formats import as_tools
 from common.logprobs import compute_logprobs
 from common.lora import LoraSettings, adapters_off
 from common.model import (
@@ -706,10 +705,7 @@ def rollout(
         components[name] = reward_model.score(
             [row.prompt for row in sample_rows],
             responses,
-            [
-                as_tools(row.columns.get("tools") or row.columns.get("functions"))
-                for row in sample_rows
-            ],
+            [row.tools for row in sample_rows],
         )
         refused += components[name].count(None)
         lost = [a or b is None for a, b in zip(lost, components[name], strict=True)]

@@ -348,10 +348,10 @@ def score_metrics(
     """
     margins = scores[:, 0] - scores[:, 1]
 
-    def accuracy(members: np.ndarray) -> float:
+    def accuracy(some: np.ndarray) -> float:
         """Wins, and ties as half of one: what a coin would make of them."""
-        wins, ties = wins_and_ties(torch.from_numpy(margins[members]))
-        return (wins.item() + 0.5 * ties.item()) / members.sum()
+        wins, ties = wins_and_ties(torch.from_numpy(some))
+        return (wins.item() + 0.5 * ties.item()) / len(some)
 
     wins, ties = wins_and_ties(torch.from_numpy(margins))
     metrics = {
@@ -361,8 +361,7 @@ def score_metrics(
         "eval/chosen_score": float(scores[:, 0].mean()),
         "eval/rejected_score": float(scores[:, 1].mean()),
     }
-    # A difference of rounding is none: ranks would make much of it.
-    scores, grades = np.round(scores / TIE), np.round(grades / TIE)
+    scores = np.round(scores / TIE)  # a difference of rounding is none: ranks would make much of it
     metrics["eval/length_correlation"] = spearman(scores.ravel(), response_lengths.ravel())
     graded = np.isfinite(grades)
     if graded.sum() > 1:
@@ -371,16 +370,16 @@ def score_metrics(
     deciles = np.array_split(np.argsort(np.abs(margins), kind="stable"), 10)
     gaps = []
     for number, members in enumerate(deciles if len(margins) >= MIN_PAIRS else [], start=1):
-        chosen = np.isin(np.arange(len(margins)), members)
+        right = accuracy(margins[members])
         promised = (1 / (1 + np.exp(-np.abs(margins[members])))).mean()
-        metrics[f"eval/decile_accuracy/{number}"] = accuracy(chosen)
-        gaps.append(len(members) * abs(accuracy(chosen) - promised))
+        metrics[f"eval/decile_accuracy/{number}"] = right
+        gaps.append(len(members) * abs(right - promised))
     if gaps:
         metrics["eval/calibration_error"] = float(sum(gaps) / len(margins))
     # A model that prefers the longer response whatever it says has 0.5 here.
     longer = response_lengths[:, 0] - response_lengths[:, 1]
     if (longer > 0).any() and (longer < 0).any():
-        parts = [accuracy(longer > 0), accuracy(longer < 0)]
+        parts = [accuracy(margins[longer > 0]), accuracy(margins[longer < 0])]
         metrics["eval/accuracy_chosen_longer"], metrics["eval/accuracy_chosen_shorter"] = parts
         metrics["eval/accuracy_length_balanced"] = sum(parts) / 2
     return metrics
@@ -554,6 +553,11 @@ def peak_memory_gb(device: torch.device) -> float:
 # ---- data: what forks change first ----
 
 
+FOR_SCORING = True
+"""pairs are whole conversations, as classifiers read them, without targets"""
+
+
+# -- shared: load pairs --
 def load(
     args: Args,
     tokenizer: PreTrainedTokenizerBase,
@@ -562,7 +566,7 @@ def load(
     *,
     limit: int | None = None,
 ) -> PairDataset:
-    """Pairs of a flag, whole conversations; prints what they are and what was dropped.
+    """Pairs of a flag; prints what they are and what was dropped.
 
     Rank 0 tokenises, or finds the result of an earlier run; the others get it.  # collective
     """
@@ -570,7 +574,7 @@ def load(
         list(getattr(args, flag.removeprefix("--"))),
         tokenizer,
         max_tokens=args.max_sequence_tokens,
-        for_scoring=True,
+        for_scoring=FOR_SCORING,
         system_prompt=args.system_prompt,
         prompt_format=args.prompt_format,
         overlong=args.overlong,
@@ -584,6 +588,9 @@ def load(
     if os.environ.get("RANK", "0") == "0":
         print(report, flush=True)
     return dataset
+
+
+# -- end shared --
 
 
 # -- shared: preview --
@@ -625,7 +632,7 @@ def main(args: Args) -> None:
 
     # ---- [2] data ----
     dataset = load(args, tokenizer, stop_ids, "--dataset")
-    if dataset.has_margin:
+    if dataset.num_margins:
         print0(f"the data's margins are {'' if args.use_margin else 'not '}used (--use_margin)")
     print0(f"first pair: {render_pair(dataset[0], tokenizer)}")
     eval_dataset = center_dataset = None
@@ -683,6 +690,7 @@ def main(args: Args) -> None:
     )
     # -- end shared --
 
+    # -- shared: plan --
     def plan(data: PairDataset, pairs: list[int]) -> list[list[list[int]]]:
         """[rank][microbatch] -> pairs of `data`; the same on every rank."""
         return plan_pairs(
@@ -693,6 +701,8 @@ def main(args: Args) -> None:
             packing=args.packing,
             prefix_sharing=args.prefix_sharing,
         )
+
+    # -- end shared --
 
     def pair_scores(row: PackedRow) -> tuple[Tensor, Tensor]:
         """Scores of the chosen and the rejected sides of a row, (pairs,) f32 each."""
@@ -749,9 +759,8 @@ def main(args: Args) -> None:
     )
     if eval_dataset is not None:
         tracker.log(0, evaluate(eval_dataset))
-    tokens = (
-        dataset.lengths.sum(axis=1) - args.prefix_sharing * dataset.num_shared
-    )  # in packed rows
+    # (P,) tokens of each pair in a packed row
+    tokens = dataset.lengths.sum(axis=1) - args.prefix_sharing * dataset.num_shared
     for step in range(1, args.num_steps + 1):
         step_start = time.perf_counter()
         tracker.phase("training")

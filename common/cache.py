@@ -13,6 +13,7 @@ import zlib
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,8 @@ def load_arrays(folder: Path, *, verify: bool = False) -> tuple[Arrays, dict[str
         if verify:
             whole = whole and _checksums(arrays) == about["checksums"]
         return (arrays, about["report"]) if whole else None
-    except Exception:  # noqa: BLE001  numpy parses headers as Python: anything can be raised
-        return None
+    except (OSError, ValueError, EOFError, LookupError, TypeError, SyntaxError, TokenError):
+        return None  # the last two: numpy reads headers as Python
 
 
 def save_arrays(folder: Path, arrays: Arrays, report: dict[str, Any]) -> None:

@@ -59,6 +59,8 @@ class PromptRow:
     """as in the dataset, with its `system` column but without `system_prompt`; for the rewards"""
     columns: dict[str, Any]
     """every other column of the row, plus `ground_truth` for verl rows"""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """that the prompt offers, as `common.formats` makes them"""
     source: int = 0
     """which name on the command line it came from, counted from 0"""
 
@@ -142,30 +144,8 @@ class LoadReport:
     """rows that needed several sequences"""
     split_sequences: int = 0
     """which are so many"""
-    identical: int = 0
-    """pairs whose responses are the same: they teach nothing"""
-    duplicates: int = 0
-    """pairs that repeat an earlier one"""
-    swapped: int = 0
-    """pairs that occur with their sides exchanged as well: their labels contradict each other"""
-    chosen_tokens: float = 0.0
-    """mean length of the chosen responses"""
-    rejected_tokens: float = 0.0
-    """of the rejected ones"""
-    chosen_longer: float = 0.0
-    """share of the pairs whose chosen response is the longer one"""
-    rejected_longer: float = 0.0
-    """and of those whose rejected one is"""
-    with_margin: int = 0
-    """pairs that say how much better the chosen side is"""
-    negative_margins: int = 0
-    """of these, pairs that say it is worse"""
-    with_grades: int = 0
-    """pairs with a grade for each side"""
-    graded_lower: int = 0
-    """of these, pairs whose chosen side has the lower one"""
-    graded_equal: int = 0
-    """and pairs whose sides have the same"""
+    checks: list[str] = field(default_factory=list)
+    """what is to be known of the units as a whole, such as how many repeat each other"""
     notes: list[str] = field(default_factory=list)
     """what the reader should know"""
     sources: list[str] = field(default_factory=list)
@@ -198,37 +178,8 @@ class LoadReport:
                 "sequences: earlier turns read differently once they are history "
                 "(--train_on last_turn needs no split)"
             )
-        if self.unit == "pairs":
-            lines += [f"  {check}" for check in self._checks()]
+        lines += [f"  {check}" for check in self.checks]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
-
-    def _checks(self) -> list[str]:
-        """What is to be known of pairs."""
-        lines = [
-            f"responses: chosen {self.chosen_tokens:.1f} tokens on average, rejected "
-            f"{self.rejected_tokens:.1f}; chosen is longer in {self.chosen_longer:.1%} of the "
-            f"pairs, rejected in {self.rejected_longer:.1%}"
-        ]
-        counts = (
-            (self.identical, "with identical responses: nothing to learn from"),
-            (self.duplicates, "repeating an earlier one"),
-            (self.swapped, "present with their sides exchanged as well: labels contradict"),
-            (self.with_margin, "with a margin"),
-            (self.negative_margins, "with a negative margin, which contradicts the label"),
-            (self.with_grades, "with grades"),
-        )
-        lines += [f"{counted(count, 'pairs')} {what}" for count, what in counts if count]
-        if self.graded_lower or self.graded_equal:
-            lines.append(
-                f"{counted(self.graded_lower, 'pairs')} with a chosen side that is graded lower, "
-                f"{self.graded_equal:,} equal"
-            )
-        if self.limited:  # what is further down the file may repeat or contradict them
-            return [
-                f"of {counted(self.sequences, 'pairs')} only:",
-                *(f"  {line}" for line in lines),
-            ]
-        return lines
 
     def describe(self, reason: str) -> str:
         """Reason of a drop with its first occurrence."""
@@ -781,7 +732,7 @@ def _prompt_row(row: Row, encoder: RowEncoder, report: LoadReport, source: int) 
         raise Drop("empty_prompt")
     if len(prompt_ids) > encoder.max_tokens:
         raise Drop("too_long", f"{len(prompt_ids):,} tokens")
-    return PromptRow(prompt_ids, prompt, columns, source)
+    return PromptRow(prompt_ids, prompt, columns, tools, source)
 
 
 def load_prompts(

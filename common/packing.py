@@ -195,9 +195,9 @@ class PackedRow:
                     f"but {len(of_sequence)} values"
                 )
         out = torch.zeros(self.num_tokens, device=self.input_ids.device)
-        flat = [torch.as_tensor(v, dtype=torch.float32, device=out.device) for v in values]
-        if flat:
-            out.masked_scatter_(self.response_mask, torch.cat(flat))
+        flat = [torch.as_tensor(v, dtype=torch.float32) for v in values]
+        if flat:  # one copy to the device, not one for each sequence
+            out.masked_scatter_(self.response_mask, torch.cat(flat).to(out.device))
         return out
 
     def sum_sequences(self, values: Tensor) -> Tensor:

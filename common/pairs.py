@@ -27,6 +27,7 @@ from common.data import (
     RowEncoder,
     TokenDataset,
     TokenRow,
+    counted,
     load_encoded,
     render_example,
     token_dataset,
@@ -37,7 +38,6 @@ from common.formats import (
     Messages,
     PairExample,
     Row,
-    as_tools,
     detect_pair_format,
     is_empty,
     num_common,
@@ -82,7 +82,6 @@ class PairDataset(Sequence[PairRow]):
         # conversation is among them, and so are later questions of a response of several turns
         self.response_lengths = self.lengths - self.prompt_lengths[:, None]
         self.num_margins = int((~np.isnan(arrays["margins"])).sum())  # pairs that have one
-        self.has_margin = self.num_margins > 0
         self.margins = np.nan_to_num(arrays["margins"])  # (P,) f64, 0 where the data has none
         self.grades = arrays["grades"]  # (P, 2) f64, NaN where the data has none
         # (P,) bool, two texts without a prompt column, which no template was applied to
@@ -364,30 +363,45 @@ def load_pairs(
         paths, encoder, cache_dir=cache_dir, limit=limit, flag=flag, split=split
     )
     dataset = PairDataset(arrays)
-    _check(dataset, report)
+    report.checks = _checks(dataset, limited=report.limited)
     return dataset, report
 
 
-def _check(pairs: PairDataset, report: LoadReport) -> None:
-    """Count in the report what is to be known of the pairs."""
+def _checks(pairs: PairDataset, *, limited: bool) -> list[str]:
+    """What is to be known of the pairs, a line each; `limited` if the data has more."""
     _, numbers = np.unique(
         np.concatenate([pairs.keys, pairs.keys[:, [0, 2, 1]]]), axis=0, return_inverse=True
     )
     given, swapped = numbers.reshape(2, -1)  # a number for each different pair
     identical = given == swapped
-    report.identical = int(identical.sum())
-    report.duplicates = len(pairs) - len(np.unique(given))
-    report.swapped = int((np.isin(swapped, given) & ~identical).sum())
     chosen, rejected = pairs.response_lengths.T
-    report.chosen_tokens, report.rejected_tokens = float(chosen.mean()), float(rejected.mean())
-    report.chosen_longer = float((chosen > rejected).mean())
-    report.rejected_longer = float((chosen < rejected).mean())
-    report.with_margin = pairs.num_margins
-    report.negative_margins = int((pairs.margins < 0).sum())
     better, worse = pairs.grades.T  # NaN is neither lower nor equal
-    report.with_grades = int((~np.isnan(pairs.grades)).all(axis=1).sum())
-    report.graded_lower = int((better < worse).sum())
-    report.graded_equal = int((better == worse).sum())
+    lower, equal = (better < worse).sum(), (better == worse).sum()
+    counts = (
+        (identical.sum(), "with identical responses: nothing to learn from"),
+        (len(pairs) - len(np.unique(given)), "repeating an earlier one"),
+        (
+            (np.isin(swapped, given) & ~identical).sum(),
+            "present with their sides exchanged as well: labels contradict",
+        ),
+        (pairs.num_margins, "with a margin"),
+        ((pairs.margins < 0).sum(), "with a negative margin, which contradicts the label"),
+        ((~np.isnan(pairs.grades)).all(axis=1).sum(), "with grades"),
+    )
+    lines = [
+        f"responses: chosen {chosen.mean():.1f} tokens on average, rejected {rejected.mean():.1f}; "
+        f"chosen is longer in {(chosen > rejected).mean():.1%} of the pairs, rejected in "
+        f"{(chosen < rejected).mean():.1%}"
+    ]
+    lines += [f"{counted(int(count), 'pairs')} {what}" for count, what in counts if count]
+    if lower or equal:
+        lines.append(
+            f"{counted(int(lower), 'pairs')} with a chosen side that is graded lower, "
+            f"{equal:,} equal"
+        )
+    if limited:  # what is further down the file may repeat or contradict them
+        return [f"of {counted(len(pairs), 'pairs')} only:", *(f"  {line}" for line in lines)]
+    return lines
 
 
 def overlap_report(train: PairDataset, evaluation: PairDataset) -> str | None:
@@ -429,23 +443,21 @@ class ResponseEncoder:
         )
 
     def ids(
-        self, prompt: str | Messages, response: str, tools: Sequence[dict[str, Any]] = ()
+        self, prompt: str | Messages, response: str, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Ids of a prompt and its response, to be scored at the last one.
 
         Args:
             prompt: as in a dataset: text, or messages in any accepted form.
             response: text of one assistant turn.
-            tools: as in a dataset.
+            tools: as `common.formats` makes them.
         Raises:
             Drop: the template refuses the conversation or loses what it says, the text (without a
                 template, the response but for an EOS at its end) spells special tokens, an empty
                 response.
             ValueError: messages without a chat template, and the like.
         """
-        return self._encoder.whole(
-            text_or_messages(prompt, "prompt"), response, as_tools(list(tools))
-        )
+        return self._encoder.whole(text_or_messages(prompt, "prompt"), response, tools or [])
 
 
 def render_pair(row: PairRow, tokenizer: Any, *, max_chars: int = 600, color: bool = False) -> str:

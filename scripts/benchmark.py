@@ -255,7 +255,7 @@ def trl(folder: Path, options: argparse.Namespace, **how: Any) -> dict[str, Any]
 
 
 def trl_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What both of TRL's trainers get."""
+    """What all of TRL's trainers get."""
     import torch
 
     return {
@@ -275,26 +275,42 @@ def trl_settings(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def trl_data(settings: dict[str, Any], name: str) -> Any:
+    """Rows of the race, or of the user's file, as TRL's trainers take them."""
+    from datasets import load_dataset
+
+    folder = Path(settings["folder"])
+    files = settings["dataset"] or str(folder / name)
+    return load_dataset("json", data_files=files, split="train", cache_dir=str(folder / "cache"))
+
+
+def step_clock(num_counts: int) -> tuple[Any, list[float], list[list[int]]]:
+    """A callback, the seconds of each step that it notes, and counters that start at 0 in each."""
+    from transformers import TrainerCallback
+
+    seconds: list[float] = []
+    counts: list[list[int]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+            counts.append([0] * num_counts)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    return Clock(), seconds, counts
+
+
 def run_trl_sft(settings: dict[str, Any]) -> None:
     """TRL's SFTTrainer; prints one JSON line."""
     import resource
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    from datasets import load_dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     folder = Path(settings["folder"])
-    seconds: list[float] = []
-    counts: list[list[int]] = []  # [tokens, slots, targets] of each step
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-            counts.append([0, 0, 0])
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.start)
+    clock, seconds, counts = step_clock(3)  # tokens, slots, targets
 
     class Counted(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,17 +330,12 @@ def run_trl_sft(settings: dict[str, Any]) -> None:
     if settings["mode"] == "grouped, compiled":
         how |= {"torch_compile": True, "torch_compile_backend": "inductor"}
     config = SFTConfig(max_length=settings["tokens"], **trl_settings(settings), **how)
-    data = load_dataset(
-        "json",
-        data_files=settings["dataset"] or str(folder / "sft.jsonl"),
-        split="train",
-        cache_dir=str(folder / "cache"),
-    )
+    data = trl_data(settings, "sft.jsonl")
     trainer = Counted(
         model=settings["model"] or str(folder / "model"),
         args=config,
         train_dataset=data,
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     trainer.train()
     tokens, slots, targets = (
@@ -341,23 +352,12 @@ def run_trl_pairs(settings: dict[str, Any]) -> None:
     import resource
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    from datasets import load_dataset
-    from transformers import TrainerCallback
     from transformers.trainer_pt_utils import LengthGroupedSampler
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
     folder = Path(settings["folder"])
     is_dpo = settings["what"] == "dpo"
-    seconds: list[float] = []
-    counts: list[list[int]] = []  # [tokens, slots] of each step
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-            counts.append([0, 0])
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.start)
+    clock, seconds, counts = step_clock(2)  # tokens, slots
 
     trainer_class: Any = DPOTrainer if is_dpo else RewardTrainer
 
@@ -380,12 +380,7 @@ def run_trl_pairs(settings: dict[str, Any]) -> None:
     how: dict[str, Any] = {"per_device_train_batch_size": settings["prompts"]}
     if "precomputed" in settings["mode"]:
         how["precompute_ref_log_probs"] = True
-    data = load_dataset(
-        "json",
-        data_files=settings["dataset"] or str(folder / "pairs.jsonl"),
-        split="train",
-        cache_dir=str(folder / "cache"),
-    )
+    data = trl_data(settings, "pairs.jsonl")
     if "conversations" in data.column_names:  # the form that TRL reads
         roles = {"human": "user", "gpt": "assistant", "system": "system"}
 
@@ -404,7 +399,7 @@ def run_trl_pairs(settings: dict[str, Any]) -> None:
         model=settings["model"] or str(folder / "model"),
         args=config,
         train_dataset=data,
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     trainer.train()
     tokens, slots = (
@@ -424,8 +419,6 @@ def run_trl(settings: dict[str, Any]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import torch
-    from datasets import load_dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     if settings["vllm"]:
@@ -439,20 +432,11 @@ def run_trl(settings: dict[str, Any]) -> None:
     folder = Path(settings["folder"])
     namespace: dict[str, Any] = {}
     exec((folder / "reward.py").read_text(), namespace)
-    seconds: list[float] = []
-    tokens: list[int] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-            tokens.append(0)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.start)
+    clock, seconds, counts = step_clock(1)  # tokens
 
     class Counted(GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            tokens[-1] += int(inputs["completion_mask"].sum())
+            counts[-1][0] += int(inputs["completion_mask"].sum())
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     engine: dict[str, Any] = {"use_vllm": False}
@@ -473,23 +457,19 @@ def run_trl(settings: dict[str, Any]) -> None:
         **trl_settings(settings),
         **engine,
     )
-    data = load_dataset(
-        "json",
-        data_files=settings["dataset"] or str(folder / "prompts.jsonl"),
-        split="train",
-        cache_dir=str(folder / "cache"),
-    )
+    data = trl_data(settings, "prompts.jsonl")
     trainer = Counted(
         model=settings["model"] or str(folder / "model"),
         args=config,
         train_dataset=data,
         reward_funcs=namespace["reward"],
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     result = {"step_s": statistics.mean(seconds[SKIPPED_STEPS:]), "peak_gb": peak}
-    print(json.dumps(result | {"tokens": statistics.mean(tokens[SKIPPED_STEPS:])}), flush=True)
+    tokens = statistics.mean(count for (count,) in counts[SKIPPED_STEPS:])
+    print(json.dumps(result | {"tokens": tokens}), flush=True)
     os._exit(0)  # vLLM's teardown under TRL prints a traceback
 
 

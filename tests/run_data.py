@@ -28,7 +28,7 @@ if "pairs" in sys.argv:
             cache_dir=cache_dir,
         )
         everything = (loaded[:], loaded.keys.tolist(), loaded.margins.tolist(), report.rows)
-        everything += (loaded.response_lengths.tolist(), loaded.source_sizes, report.chosen_tokens)
+        everything += (loaded.response_lengths.tolist(), loaded.source_sizes, report.checks)
         digests.add(hashlib.sha256(repr(everything).encode()).hexdigest())
     assert bool(report.from_cache)
     print(f"rank {env.rank}: {digests.pop()} {len(loaded)} pairs", flush=True)

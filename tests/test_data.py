@@ -838,7 +838,17 @@ def test_cache_follows_the_date_that_a_template_writes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "damage",
-    ["cut", "empty", "missing", "garbage", "other shape", "about", "other report", "zeros"],
+    [
+        "cut",
+        "empty",
+        "missing",
+        "garbage",
+        "header",
+        "other shape",
+        "about",
+        "other report",
+        "zeros",
+    ],
 )
 def test_damaged_cache_is_built_anew(tmp_path, damage):
     paths = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
@@ -858,7 +868,9 @@ def test_damaged_cache_is_built_anew(tmp_path, damage):
     elif damage == "zeros":  # right shape: blocks that never reached the disk
         file.write_bytes(content[:128] + b"\0" * (len(content) - 128))
     else:
-        file.write_bytes({"cut": content[:-8], "empty": b"", "garbage": b"x" * 200}[damage])
+        changed = {"cut": content[:-8], "empty": b"", "garbage": b"x" * 200}
+        changed["header"] = content.replace(b"}", b"{", 1)  # numpy: tokenize.TokenError
+        file.write_bytes(changed[damage])
     rebuilt, report = cached(paths, tmp_path / "cache")
     assert not report.from_cache and rebuilt[:] == expected
     assert cached(paths, tmp_path / "cache")[1].from_cache

@@ -57,7 +57,8 @@ def test_what_the_key_of_the_cache_depends_on(tmp_path: Path, env: DistEnv) -> N
         data, _ = load_pairs(
             pairs, tokenizer, max_tokens=max_tokens, for_scoring=False, overlong="truncate"
         )
-        return dpo.reference_key(model, data, list(range(wanted)), dtype, "cpu")
+        of_model = dpo.model_key(model, dtype, "cpu")
+        return dpo.reference_key(of_model, data, list(range(wanted)))
 
     first = key()
     assert key() == first

@@ -23,7 +23,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 def test_the_best_policy_is_found(toy: Path) -> None:
-    """Both stay below 0.95 with a sign, a mask, a pairing or a last token that is wrong."""
+    """From pairs to a better policy: what DPO learns, the reward model sees in vLLM's samples."""
     flags: list[object] = ["--model", toy / "sft" / "final", "--dataset", toy / "pairs.jsonl"]
     flags += ["--eval_dataset", toy / "pairs_eval.jsonl", "--cache_dir", "None"]
     flags += ["--max_sequence_tokens", 64, "--eval_every_steps", 1000]
