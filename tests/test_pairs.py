@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from common import data
 from common import pairs as pairs_module
 from common.data import TokenRow, load_sft_rows
-from common.formats import Drop, detect_pair_format, parse_pair
+from common.formats import Drop, as_tools, detect_pair_format, parse_pair
 from common.pairs import PairRow, ResponseEncoder, load_pairs, overlap_report, render_pair
 
 USER = {"role": "user", "content": "hi"}
@@ -454,7 +454,7 @@ def test_tools_and_calls(tmp_path):
     assert text.count("<tool_call>") == 1 and text.endswith("Hot.<|im_end|>")
     assert "31 degrees" not in text and '"weather"' in tokenizer.decode(found.rejected.input_ids)
     scored = pair(tmp_path, row, tokenizer, for_scoring=True, max_tokens=999)
-    ids = ResponseEncoder(tokenizer).ids(TOOL_CHAT[:1], "he no", [TOOL])
+    ids = ResponseEncoder(tokenizer).ids(TOOL_CHAT[:1], "he no", as_tools([TOOL]))
     assert scored.rejected.input_ids == ids
 
 
