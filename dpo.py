@@ -238,6 +238,8 @@ class Args:
     """worker processes per rank"""
     max_reward_failures: float = 0.5
     """stop when a larger share of a step's samples raised or timed out (a returned None is fine)"""
+    offload_frozen: bool = False
+    """GPU only: reference and reward models in host memory, but for the layers at work; slower"""
     # -- end shared --
 
     # -- shared: engine args --
@@ -1131,7 +1133,7 @@ def main(args: Args) -> None:
             dtype=dtype,
             max_tokens=args.max_tokens_per_microbatch,
             packing=args.packing,
-            cpu_offload=args.cpu_offload,
+            cpu_offload=args.cpu_offload or args.offload_frozen,
             system_prompt=args.system_prompt,
         )
         for name in args.rewards
@@ -1150,29 +1152,37 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
+
     # -- end shared --
     # -- shared: optimizer --
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        fused=True,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: lr_factor(
-            step,
-            total_steps=args.optimizer_steps,
-            warmup_steps=args.num_warmup_steps,
-            schedule=args.lr_schedule,
-            decay_ratio=args.decay_ratio,
-            min_ratio=args.min_lr_ratio,
-        ),
-    )
+    def adamw(
+        network: torch.nn.Module, learning_rate: float, total_steps: int
+    ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+        """AdamW, which decays matrices only, and the schedule of its learning rate."""
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            fused=True,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: lr_factor(
+                step,
+                total_steps=total_steps,
+                warmup_steps=args.num_warmup_steps,
+                schedule=args.lr_schedule,
+                decay_ratio=args.decay_ratio,
+                min_ratio=args.min_lr_ratio,
+            ),
+        )
+        return optimizer, scheduler
+
+    optimizer, scheduler = adamw(model, args.learning_rate, args.optimizer_steps)
     # -- end shared --
     ref_model = None
     if args.ref_model is not None or (
@@ -1180,7 +1190,12 @@ def main(args: Args) -> None:
     ):
         name, flag = args.ref_model or args.model, "--ref_model" if args.ref_model else "--model"
         ref_model = load_model(
-            name, env, dtype=dtype, trainable=False, cpu_offload=args.cpu_offload, flag=flag
+            name,
+            env,
+            dtype=dtype,
+            trainable=False,
+            cpu_offload=args.cpu_offload or args.offload_frozen,
+            flag=flag,
         )
         check_fits(
             ref_model,

@@ -62,6 +62,7 @@ from common.rewards import (
     reward_weights,
     validate_golds,
 )
+from common.rollouts import StoredRollouts, replay_order
 from common.scoring import RewardModel
 from common.tracking import Tracker, prepare_output_dir
 from common.weight_sync import WeightSync, stream_full_tensors
@@ -105,9 +106,14 @@ class Args:
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the final checkpoint"""
 
+    # -- shared: dataset args --
     # data
     dataset: tuple[str, ...] = ()
     """files, folders or hub names (name:config:split), each with a slice or not: a.jsonl[:90%]"""
+    rollouts_from: str | None = None
+    """train on stored rollouts, with the scores that they have, and sample none: a run's folder, a
+    folder of step_N.jsonl, or one file; replaces --dataset"""
+    # -- end shared --
     # -- shared: data args --
     dataset_weights: tuple[float, ...] | None = None
     """how much of the training rows each --dataset name gives, as ratios; None: every row once"""
@@ -122,10 +128,12 @@ class Args:
     chat_template_args: str = "{}"
     """JSON object of further arguments of the template, for example '{"enable_thinking": false}'"""
     # -- end shared --
+    # -- shared: length args --
     max_prompt_tokens: int = 512
     """longer prompts are dropped and counted"""
     max_response_tokens: int = 512
     """sampling stops here; such responses count as truncated"""
+    # -- end shared --
 
     # -- shared: reward args --
     # rewards
@@ -141,6 +149,8 @@ class Args:
     """worker processes per rank"""
     max_reward_failures: float = 0.5
     """stop when a larger share of a step's samples raised or timed out (a returned None is fine)"""
+    offload_frozen: bool = False
+    """GPU only: reference and reward models in host memory, but for the layers at work; slower"""
     # -- end shared --
 
     # -- shared: engine args --
@@ -170,6 +180,7 @@ class Args:
     """optimizer steps per pass over the rollouts; must divide prompts_per_step"""
     update_epochs: int = 1
     """passes over the rollouts of a step"""
+    # -- shared: batch args --
     max_tokens_per_microbatch: int = 16_384
     """packed tokens per forward (per rank); lower on OOM, results do not change"""
     packing: bool = True
@@ -180,6 +191,7 @@ class Args:
     """after the warm-up; wsd: constant, then linear decay at the end"""
     warmup_ratio: float = 0.0
     """share of the run that is linear warm-up; --warmup_steps sets it in steps"""
+    # -- end shared --
     # -- shared: optimizer args --
     warmup_steps: int | None = None
     """optimizer steps of linear warm-up; None: warmup_ratio decides"""
@@ -206,6 +218,8 @@ class Args:
     """ratios below 1 - clip_low get no gradient that lowers them further"""
     clip_high: float = 0.28
     """ratios above 1 + clip_high get no gradient that raises them further (DAPO clip-higher)"""
+    dual_clip: float | None = None
+    """bound of the loss where the advantage is negative, in multiples of it (Ye et al. 2020: 3)"""
     tis_cap: float | None = 2.0
     """cap of the engine-trainer importance weight [D3]; None: no correction"""
     kl_coef: float = 0.0
@@ -215,6 +229,7 @@ class Args:
     truncated_responses: Literal["grade", "zero", "mask"] = "grade"
     """cut-off responses: graded as they are, scored 0, or graded but kept out of the loss"""
 
+    # -- shared: eval args --
     # evaluation
     eval_dataset: tuple[str, ...] = ()
     """held-out rows, scored by the same rewards"""
@@ -232,6 +247,7 @@ class Args:
     """nucleus sampling for evaluation only"""
     eval_success_score: float = 1.0
     """a response whose score reaches this counts as right"""
+    # -- end shared --
 
     # -- shared: tracking args --
     wandb_project: str | None = None
@@ -240,6 +256,7 @@ class Args:
     """name of the wandb run"""
     # -- end shared --
 
+    # -- shared: derived rollout args --
     @property
     def sequences_per_step(self) -> int:
         """S = P * G"""
@@ -250,6 +267,8 @@ class Args:
         """longest prompt plus longest response"""
         return self.max_prompt_tokens + self.max_response_tokens
 
+    # -- end shared --
+
     @property
     def optimizer_steps(self) -> int:
         """planned optimizer steps of the run, the clock of the learning rate"""
@@ -258,7 +277,8 @@ class Args:
     @property
     def inputs(self) -> tuple[str, ...]:
         """models and data that the run reads, and must not overwrite"""
-        return (self.model, *self.rewards, *self.dataset, *self.eval_dataset)
+        stored = [] if self.rollouts_from is None else [self.rollouts_from]
+        return (self.model, *self.rewards, *self.dataset, *self.eval_dataset, *stored)
 
     # -- shared: derived args --
     @property
@@ -287,6 +307,7 @@ class Args:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work before anything expensive starts."""
+        # -- shared: rollout check --
         for name in (
             *("num_steps", "max_prompt_tokens", "max_response_tokens", "prompts_per_step"),
             *("num_minibatches", "update_epochs", "replicas", "timeout_s", "eval_every_steps"),
@@ -297,6 +318,7 @@ class Args:
         for name in ("learning_rate", "weight_decay", "kl_coef", "seed", "eval_temperature"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)} must be finite and not negative")
+        # -- end shared --
         # -- shared: optimizer check --
         if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
             raise ValueError(
@@ -333,12 +355,19 @@ class Args:
             )
         _ = reward_weights(self.rewards, self.reward_weights)  # checks both
         # -- end shared --
+        # -- shared: eval check --
         if not 0 < self.eval_top_p <= 1:
             raise ValueError(f"--eval_top_p={self.eval_top_p} must be in (0, 1]")
         if self.eval_max_prompts is not None and self.eval_max_prompts < 1:
             raise ValueError(
                 f"--eval_max_prompts={self.eval_max_prompts} must be positive, or None"
             )
+        if self.eval_samples_per_prompt > 1 and self.eval_temperature == 0:
+            raise ValueError(
+                f"--eval_samples_per_prompt={self.eval_samples_per_prompt} greedy samples would be "
+                "the same; set --eval_temperature"
+            )
+        # -- end shared --
         # -- shared: data and LoRA check --
         if self.dataset_weights is not None and (
             len(self.dataset_weights) != len(self.dataset)
@@ -358,13 +387,15 @@ class Args:
             raise ValueError(f"--lora_target={self.lora_target} needs --lora_rank")
         _ = self.lora  # checks rank and alpha
         # -- end shared --
-        for name in ("dataset", "rewards"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} is required")
-        if self.samples_per_prompt < 2:
+        # -- shared: update check --
+        if self.rollouts_from is not None and self.dataset:
             raise ValueError(
-                f"--samples_per_prompt={self.samples_per_prompt}: a group baseline needs 2 or more"
+                f"--rollouts_from={self.rollouts_from} replaces --dataset={' '.join(self.dataset)}"
             )
+        if self.rollouts_from is None and not self.dataset:
+            raise ValueError("--dataset is required, or --rollouts_from")
+        if not self.rewards and (self.rollouts_from is None or self.eval_dataset):
+            raise ValueError("--rewards is required")
         if self.prompts_per_step % self.num_minibatches:
             raise ValueError(
                 f"--num_minibatches={self.num_minibatches} must divide "
@@ -380,12 +411,14 @@ class Args:
             raise ValueError(
                 f"--clip_low={self.clip_low} --clip_high={self.clip_high}: no interval"
             )
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"--dual_clip={self.dual_clip} must be above 1 and finite, or None")
         if self.tis_cap is not None and self.tis_cap < 1:
             raise ValueError(f"--tis_cap={self.tis_cap} must be at least 1, or None")
-        if self.eval_samples_per_prompt > 1 and self.eval_temperature == 0:
+        # -- end shared --
+        if self.samples_per_prompt < 2:
             raise ValueError(
-                f"--eval_samples_per_prompt={self.eval_samples_per_prompt} greedy samples would be "
-                "the same; set --eval_temperature"
+                f"--samples_per_prompt={self.samples_per_prompt}: a group baseline needs 2 or more"
             )
 
 
@@ -424,21 +457,34 @@ def group_advantages(
     return centred.flatten().float()
 
 
+# -- shared: policy loss --
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate per token (PPO, arXiv:1707.06347, eq. 7; asymmetric clip: DAPO eq. 8).
 
     Args:
         logprobs, old_logprobs, advantages: (T,) f32; gradients flow into `logprobs` only.
         clip_low, clip_high: the ratio may move inside [1 - clip_low, 1 + clip_high].
+        dual_clip: where the advantage A is negative, the loss is at most dual_clip * |A|, however
+            large the ratio (Ye et al. 2020, arXiv:1912.09729, eq. 5); beyond that no gradient.
 
     Returns:
         loss, ratio: (T,) f32 each; the caller masks and averages.
     """
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.min(ratio * advantages, clipped * advantages), ratio
+    surrogate = torch.min(ratio * advantages, clipped * advantages)
+    if dual_clip is not None:
+        bounded = torch.max(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    return -surrogate, ratio
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -456,9 +502,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     return torch.expm1(-log_ratio) + log_ratio
 
 
+# -- end shared --
+
+
+# -- shared: pass at k --
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Unbiased chance that one of k samples is right (Codex, arXiv:2107.03374, eq. 1)."""
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+# -- end shared --
 
 
 # -- shared: schedule --
@@ -494,8 +547,10 @@ def lr_factor(
 
 # ---- data and rollouts: what forks change first ----
 
+# -- shared: streams --
 TRAIN_STREAM, EVAL_STREAM, TEST_STREAM, SPLIT_STREAM = range(4)
 """uses of randomness: training samples, evaluation, self-test, minibatches; each on its own"""
+# -- end shared --
 
 
 # -- shared: data order --
@@ -734,6 +789,36 @@ def rollout(
 # -- end shared --
 
 
+# -- shared: replay --
+def replay(stored: StoredRollouts, groups: list[int]) -> Rollouts:
+    """Stored samples, as `rollout` returned them when they were made."""
+    start = time.perf_counter()
+    samples = stored.read(groups)
+    names = {name: None for sample in samples for name in sample.components}  # in their order
+
+    def component(name: str) -> Tensor:
+        values = [sample.components.get(name, math.nan) for sample in samples]
+        return torch.tensor(values, dtype=torch.float64)
+
+    return Rollouts(
+        rows=[PromptRow(s.prompt_ids, s.prompt, s.columns) for s in samples],
+        response_ids=[s.response_ids for s in samples],
+        rollout_logprobs=[s.rollout_logprobs for s in samples],
+        truncated=torch.tensor([s.truncated for s in samples]),
+        scores=torch.tensor([s.score for s in samples], dtype=torch.float64),
+        components={name: component(name) for name in names},
+        responses=[s.response for s in samples],
+        exceptions=0,
+        timeouts=0,
+        refused=0,
+        rollout_s=time.perf_counter() - start,
+        reward_s=0.0,
+    )
+
+
+# -- end shared --
+
+
 @dataclass
 class Microbatch:
     """One forward and backward; every tensor (T,), aligned to actions."""
@@ -744,10 +829,12 @@ class Microbatch:
     ref_logprobs: Tensor | None = None  # f32
 
 
+# -- shared: self-test limits --
 MAX_GAP_FP32 = 1e-3
 """self-test, everything in float32: largest |log-prob difference|; a healthy run has 1e-5"""
 MEAN_GAP_BF16 = 0.15
 """self-test, bfloat16 on either side: mean |log-prob difference|; a healthy run has 0.01 to 0.05"""
+# -- end shared --
 
 
 # -- shared: memory --
@@ -761,6 +848,7 @@ def peak_memory_gb(device: torch.device) -> float:
 # -- end shared --
 
 
+# -- shared: timed --
 @contextmanager
 def timed(times: dict[str, float], name: str, device: torch.device) -> Iterator[None]:
     """Add the seconds of the block to `times[name]`; waits for the GPU at its end."""
@@ -769,6 +857,9 @@ def timed(times: dict[str, float], name: str, device: torch.device) -> Iterator[
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     times[name] += time.perf_counter() - start
+
+
+# -- end shared --
 
 
 def main(args: Args) -> None:
@@ -795,6 +886,7 @@ def main(args: Args) -> None:
     # -- end shared --
 
     # ---- [2] data ----
+    # -- shared: prompts --
     def load(paths: tuple[str, ...], split: str, flag: str) -> list[PromptRow]:
         """Prompts that fit and whose answer the rewards can use; what was dropped is printed."""
         rows, report = load_prompts(
@@ -813,8 +905,19 @@ def main(args: Args) -> None:
             print0(f"  of these the rewards cannot use {unverifiable}; {len(rows)} remain")
         return rows
 
-    rows = load(args.dataset, args.dataset_split, "--dataset")
-    print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
+    rows: list[PromptRow] = []
+    stored = None
+    if args.rollouts_from is None:
+        rows = load(args.dataset, args.dataset_split, "--dataset")
+        print0(f"first prompt: {tokenizer.decode(rows[0].prompt_ids)!r}")
+    else:
+        stored = StoredRollouts(
+            args.rollouts_from,
+            samples_per_prompt=args.samples_per_prompt,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_response_tokens=args.max_response_tokens,
+        )
+        print0(stored)
     eval_rows: list[PromptRow] = []
     if args.eval_dataset:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
@@ -823,9 +926,12 @@ def main(args: Args) -> None:
     if args.dataset_weights is not None:
         print0(describe_mixture(args.dataset, sizes, args.dataset_weights, args.seed))
     scorer.wait_ready()  # a reward file that does not import ends the run here
+    # -- end shared --
 
     # ---- [3] models and optimizer ----
     largest_id = max([*stop_ids, *(max(row.prompt_ids) for row in rows + eval_rows)])
+    if stored is not None:
+        largest_id = max(largest_id, stored.largest_id)
     # -- shared: reward models --
     reward_models = {
         name: RewardModel(
@@ -834,7 +940,7 @@ def main(args: Args) -> None:
             dtype=dtype,
             max_tokens=args.max_tokens_per_microbatch,
             packing=args.packing,
-            cpu_offload=args.cpu_offload,
+            cpu_offload=args.cpu_offload or args.offload_frozen,
             system_prompt=args.system_prompt,
         )
         for name in args.rewards
@@ -853,61 +959,76 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
+
     # -- end shared --
     # -- shared: optimizer --
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        fused=True,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: lr_factor(
-            step,
-            total_steps=args.optimizer_steps,
-            warmup_steps=args.num_warmup_steps,
-            schedule=args.lr_schedule,
-            decay_ratio=args.decay_ratio,
-            min_ratio=args.min_lr_ratio,
-        ),
-    )
+    def adamw(
+        network: torch.nn.Module, learning_rate: float, total_steps: int
+    ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+        """AdamW, which decays matrices only, and the schedule of its learning rate."""
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            fused=True,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: lr_factor(
+                step,
+                total_steps=total_steps,
+                warmup_steps=args.num_warmup_steps,
+                schedule=args.lr_schedule,
+                decay_ratio=args.decay_ratio,
+                min_ratio=args.min_lr_ratio,
+            ),
+        )
+        return optimizer, scheduler
+
+    optimizer, scheduler = adamw(model, args.learning_rate, args.optimizer_steps)
     # -- end shared --
     ref_model = None
     k1_in_score = args.kl_coef > 0 and args.kl_estimator == "k1"
     if args.kl_coef > 0 and args.lora_rank is None:  # [D2]
         ref_model = load_model(
-            args.model, env, dtype=dtype, trainable=False, cpu_offload=args.cpu_offload
+            args.model,
+            env,
+            dtype=dtype,
+            trainable=False,
+            cpu_offload=args.cpu_offload or args.offload_frozen,
         )
 
     # ---- [4] inference engine ----
+    # -- shared: engine --
     engine_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
     if args.engine_dtype != "auto":
         engine_dtype = args.engine_dtype
-    engine = build_engine(
-        args.model,
-        backend=args.engine,
-        dtype=engine_dtype,
-        max_model_len=args.max_sequence_tokens,
-        max_num_seqs=args.engine_max_sequences,
-        tensor_parallel=args.engine_tensor_parallel,
-        seed=args.seed,
-        kv_cache_bytes=int(args.engine_kv_cache_gb * 2**30),
-        gpu_memory_utilization=args.engine_gpu_memory,
-        device=env.device,
-    )
-    weight_sync = WeightSync(model, engine, bucket_bytes=args.sync_bucket_mb * 2**20)
+    engine = weight_sync = None
+    if stored is None or eval_rows:
+        engine = build_engine(
+            args.model,
+            backend=args.engine,
+            dtype=engine_dtype,
+            max_model_len=args.max_sequence_tokens,
+            max_num_seqs=args.engine_max_sequences,
+            tensor_parallel=args.engine_tensor_parallel,
+            seed=args.seed,
+            kv_cache_bytes=int(args.engine_kv_cache_gb * 2**30),
+            gpu_memory_utilization=args.engine_gpu_memory,
+            device=env.device,
+        )
+        weight_sync = WeightSync(model, engine, bucket_bytes=args.sync_bucket_mb * 2**20)
 
     @torch.no_grad()
-    def token_logprobs(policy: PreTrainedModel, microbatches: list[Microbatch]) -> list[Tensor]:
-        """(T,) log-probs of each packed row, by the same code as in the update."""
-        return [
-            compute_logprobs(policy, m.row, temperature=args.temperature)[0] for m in microbatches
-        ]
+    def token_logprobs(
+        policy: PreTrainedModel, microbatches: list[Microbatch]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(T,) log-probs and entropy of each packed row, by the same code as in the update."""
+        return [compute_logprobs(policy, m.row, temperature=args.temperature) for m in microbatches]
 
     def pack_microbatches(samples: Rollouts, sequence_ids: list[int]) -> list[Microbatch]:
         """This rank's share of the given sequences, packed; the same count on every rank."""
@@ -937,6 +1058,7 @@ def main(args: Args) -> None:
         prompt_rows: list[PromptRow], stream: tuple[int, ...], what: str, **how: Any
     ) -> Rollouts:
         """`rollout` with this run's settings."""
+        assert engine is not None
         return rollout(
             prompt_rows,
             engine,
@@ -955,6 +1077,7 @@ def main(args: Args) -> None:
 
     def sync_engine() -> None:
         """Trainer's weights -> engine; order matters where the engine sleeps (GPU)."""
+        assert engine is not None and weight_sync is not None
         engine.wake_weights()
         weight_sync.sync()
         engine.wake_kv_cache()
@@ -988,6 +1111,8 @@ def main(args: Args) -> None:
             metrics[f"eval/reward/{name}"] = values.nanmean().item()
         return metrics
 
+    # -- end shared --
+
     tracker = Tracker(
         output_dir,
         asdict(args) | {"world_size": env.world_size, "resolved_dtype": str(dtype)},
@@ -1009,43 +1134,49 @@ def main(args: Args) -> None:
         source=__file__,
     )
 
+    # -- shared: self-test --
     # Self-test: the engine's log-probs of its own samples and the trainer's must agree, or weights
     # did not arrive, temperature is on one side only, or packed rows leak into each other.
-    tracker.phase("self-test")
-    sync_engine()
-    num_tests = max(8, env.world_size)
-    samples = sample(
-        [rows[i % len(rows)] for i in range(num_tests)],
-        (TEST_STREAM,),
-        "self-test",
-        samples_per_prompt=1,
-        temperature=args.temperature,
-        top_p=1.0,
-    )
-    microbatches = pack_microbatches(samples, list(range(num_tests)))
-    gaps = torch.cat(
-        [
-            (logprobs - m.rollout_logprobs)[m.row.response_mask].abs()
-            for m, logprobs in zip(microbatches, token_logprobs(model, microbatches), strict=True)
-        ]
-    )
-    gaps = torch.cat([torch.from_numpy(g) for g in all_gather_objects(gaps.cpu().numpy())])
-    exact = dtype == torch.float32 and engine.dtype == torch.float32
-    gap, limit = (gaps.max(), MAX_GAP_FP32) if exact else (gaps.mean(), MEAN_GAP_BF16)
-    print0(
-        f"self-test: engine and trainer log-probs of {len(gaps)} sampled tokens differ by "
-        f"{gaps.mean():.1e} on average, {gaps.max():.1e} at most"
-    )
-    if not gap <= limit:
-        raise RuntimeError(
-            f"self-test failed: {'largest' if exact else 'mean'} log-prob gap {gap:.3g} > {limit}. "
-            "Check that the engine serves the same architecture (rope scaling, sliding window, "
-            f"soft-capping), that --temperature={args.temperature} reaches both sides, and try "
-            "--dtype float32, --engine transformers and --packing False to find the side at fault; "
-            "if float32 agrees, it is the rounding of bfloat16."
+    if engine is not None:
+        tracker.phase("self-test")
+        sync_engine()
+        num_tests = max(8, env.world_size)
+        test_rows = rows or eval_rows
+        samples = sample(
+            [test_rows[i % len(test_rows)] for i in range(num_tests)],
+            (TEST_STREAM,),
+            "self-test",
+            samples_per_prompt=1,
+            temperature=args.temperature,
+            top_p=1.0,
         )
+        microbatches = pack_microbatches(samples, list(range(num_tests)))
+        gaps = torch.cat(
+            [
+                (logprobs - m.rollout_logprobs)[m.row.response_mask].abs()
+                for m, (logprobs, _) in zip(
+                    microbatches, token_logprobs(model, microbatches), strict=True
+                )
+            ]
+        )
+        gaps = torch.cat([torch.from_numpy(g) for g in all_gather_objects(gaps.cpu().numpy())])
+        exact = dtype == torch.float32 and engine.dtype == torch.float32
+        gap, limit = (gaps.max(), MAX_GAP_FP32) if exact else (gaps.mean(), MEAN_GAP_BF16)
+        print0(
+            f"self-test: engine and trainer log-probs of {len(gaps)} sampled tokens differ by "
+            f"{gaps.mean():.1e} on average, {gaps.max():.1e} at most"
+        )
+        if not gap <= limit:
+            raise RuntimeError(
+                f"self-test failed: {'largest' if exact else 'mean'} log-prob gap {gap:.3g} > "
+                f"{limit}. Check that the engine serves the same architecture (rope scaling, "
+                f"sliding window, soft-capping), that --temperature={args.temperature} reaches "
+                "both sides, and try --dtype float32, --engine transformers and --packing False to "
+                "find the side at fault; if float32 agrees, it is the rounding of bfloat16."
+            )
     if eval_rows:
         tracker.log(0, evaluate(0))
+    # -- end shared --
 
     # ---- [5] train loop ----
     for step in range(1, args.num_steps + 1):
@@ -1053,32 +1184,46 @@ def main(args: Args) -> None:
         step_start = time.perf_counter()
 
         # (a) rollout: token ids in; token ids and the log-probs they were sampled with out
-        indices = batch_indices(
-            step,
-            sizes=sizes,
-            weights=args.dataset_weights,
-            rows_per_step=args.prompts_per_step,
-            seed=args.seed,
-        )
-        samples = sample(
-            [rows[i] for i in indices],
-            (TRAIN_STREAM, step),
-            "rollout",
-            samples_per_prompt=args.samples_per_prompt,
-            temperature=args.temperature,
-            top_p=1.0,  # anything else would sample from another policy than the loss assumes
-        )
-        engine.sleep()
+        # -- shared: next rollouts --
+        if stored is None:
+            indices = batch_indices(
+                step,
+                sizes=sizes,
+                weights=args.dataset_weights,
+                rows_per_step=args.prompts_per_step,
+                seed=args.seed,
+            )
+            samples = sample(
+                [rows[i] for i in indices],
+                (TRAIN_STREAM, step),
+                "rollout",
+                samples_per_prompt=args.samples_per_prompt,
+                temperature=args.temperature,
+                top_p=1.0,  # anything else would sample from another policy than the loss assumes
+            )
+        else:
+            groups = replay_order(
+                step,
+                num_groups=len(stored),
+                groups_per_step=args.prompts_per_step,
+                seed=args.seed,
+            )
+            samples = replay(stored, groups)
+        if engine is not None:
+            engine.sleep()
+        # -- end shared --
 
         # (b) rewards: `rollout` has scored the responses; this is what the run makes of the scores
+        # -- shared: scores --
         if not samples.scores.isfinite().any():
-            raise ValueError(f"--rewards scored none of the {args.sequences_per_step} samples")
+            raise ValueError(f"none of the {args.sequences_per_step} samples has a score")
         scores = samples.scores.clone()  # (S,) f64
         in_loss = scores.isfinite()  # (S,) bool: unscored responses have no advantage
         if args.truncated_responses == "zero":
             scores[samples.truncated & in_loss] = 0.0
         elif args.truncated_responses == "mask":
             in_loss &= ~samples.truncated
+        # -- end shared --
 
         # (c) log-probs of the old policy and the reference, by the code path of the update
         split = np.random.default_rng((args.seed, SPLIT_STREAM, step))
@@ -1097,7 +1242,7 @@ def main(args: Args) -> None:
         with timed(times, "time/logprobs_s", env.device):
             # A single update starts from the policy itself: its own log-probs are the old ones.
             if args.num_minibatches * args.update_epochs > 1 or k1_in_score:
-                for m, value in zip(
+                for m, (value, _) in zip(
                     all_microbatches, token_logprobs(model, all_microbatches), strict=True
                 ):
                     m.old_logprobs = value
@@ -1107,7 +1252,7 @@ def main(args: Args) -> None:
                         ref_logprobs = token_logprobs(model, all_microbatches)
                 else:
                     ref_logprobs = token_logprobs(ref_model, all_microbatches)
-                for m, value in zip(all_microbatches, ref_logprobs, strict=True):
+                for m, (value, _) in zip(all_microbatches, ref_logprobs, strict=True):
                     m.ref_logprobs = value
 
         # (d) advantages
@@ -1150,6 +1295,7 @@ def main(args: Args) -> None:
                             token_advantages,
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
+                            dual_clip=args.dual_clip,
                         )  # (T,) f32
                         gap = old_logprobs - m.rollout_logprobs
                         if args.tis_cap is not None:  # [D3]
@@ -1192,8 +1338,11 @@ def main(args: Args) -> None:
                     grad_norms.append(grad_norm)
 
         # (f) weight sync: FSDP2 shards -> engine, proven complete
+        last = step == args.num_steps
+        evaluates = bool(eval_rows) and (step % args.eval_every_steps == 0 or last)
         with timed(times, "time/sync_s", env.device):
-            sync_engine()
+            if stored is None or evaluates:
+                sync_engine()
         step_s = time.perf_counter() - step_start
 
         # (g) log: everything reduced over ranks once
@@ -1247,7 +1396,7 @@ def main(args: Args) -> None:
         tracker.dump_samples(f"step_{step}", samples.dump(advantages))
 
         # (h) eval
-        if eval_rows and (step % args.eval_every_steps == 0 or step == args.num_steps):
+        if evaluates:
             metrics |= evaluate(step)
         tracker.log(step, metrics)
 
@@ -1268,7 +1417,8 @@ def main(args: Args) -> None:
     print0(f"final checkpoint: {output_dir / 'final'}")
     # -- end shared --
     scorer.close()
-    engine.close()
+    if engine is not None:
+        engine.close()
     shutdown()
 
 

@@ -655,7 +655,7 @@ def main(args: Args) -> None:
         args.model,
         env,
         head="score",
-        new_head=True,
+        new_head="normal",
         dtype=dtype,
         activation_checkpointing=args.activation_checkpointing,
         cpu_offload=args.cpu_offload,
@@ -666,28 +666,36 @@ def main(args: Args) -> None:
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
     if getattr(model.config, "score_bias", None) is not None and center_dataset is None:
         print0("the starting model's score_bias is dropped: --center_dataset finds a new one")
+
     # -- shared: optimizer --
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        fused=True,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: lr_factor(
-            step,
-            total_steps=args.optimizer_steps,
-            warmup_steps=args.num_warmup_steps,
-            schedule=args.lr_schedule,
-            decay_ratio=args.decay_ratio,
-            min_ratio=args.min_lr_ratio,
-        ),
-    )
+    def adamw(
+        network: torch.nn.Module, learning_rate: float, total_steps: int
+    ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+        """AdamW, which decays matrices only, and the schedule of its learning rate."""
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            fused=True,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: lr_factor(
+                step,
+                total_steps=total_steps,
+                warmup_steps=args.num_warmup_steps,
+                schedule=args.lr_schedule,
+                decay_ratio=args.decay_ratio,
+                min_ratio=args.min_lr_ratio,
+            ),
+        )
+        return optimizer, scheduler
+
+    optimizer, scheduler = adamw(model, args.learning_rate, args.optimizer_steps)
     # -- end shared --
 
     # -- shared: plan --

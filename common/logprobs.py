@@ -1,4 +1,4 @@
-"""Packed rows -> log-probs and entropy of the policy, or scores of a reward model.
+"""Packed rows -> log-probs and entropy of the policy, scores of a reward model, values of a critic.
 
 Temperature is applied here and only here.
 """
@@ -57,6 +57,21 @@ def compute_scores(model: PreTrainedModel, row: PackedRow) -> Tensor:
     return model.packed_scores(row)  # pyright: ignore[reportCallIssue]
 
 
+def compute_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Values of a critic: its score head on every token's hidden state.  # collective: all ranks
+
+    Args:
+        model: from `model.load_model` with `head="score"`.
+        row: T tokens on the model's device.
+
+    Returns:
+        (T,) f32, aligned to actions: entry t is V(the sequence up to and including t), which is the
+        state in which target_ids[t] is chosen; 0, without gradient, outside the response_mask. A
+        dummy row gives zeros; its backward runs as any other, since every rank has to take part.
+    """
+    return model.packed_values(row)  # pyright: ignore[reportCallIssue]
+
+
 def score_head(model: nn.Module) -> nn.Linear | None:
     """The layer that makes a score of a hidden state; None in a language model.
 
@@ -67,16 +82,17 @@ def score_head(model: nn.Module) -> nn.Linear | None:
 
 
 def add_packed_methods(model: PreTrainedModel) -> None:
-    """Attach the forward that `compute_logprobs` or `compute_scores` calls; after `fully_shard`.
+    """Attach the forwards that the functions above call; after `fully_shard`.
 
-    It is a method of the model because FSDP gathers the root's parameters (an output head among
+    They are methods of the model because FSDP gathers the root's parameters (an output head among
     them) only around methods that it knows.
     """
-    function = _packed_logprobs if score_head(model) is None else _packed_scores
-    name = function.__name__.removeprefix("_")
-    setattr(model, name, MethodType(function, model))
-    if isinstance(model, FSDPModule):
-        register_fsdp_forward_method(model, name)
+    scalar = (_packed_scores, _packed_values)
+    for function in (_packed_logprobs,) if score_head(model) is None else scalar:
+        name = function.__name__.removeprefix("_")
+        setattr(model, name, MethodType(function, model))
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, name)
 
 
 def _last_hidden(model: PreTrainedModel, row: PackedRow) -> Tensor:
@@ -113,3 +129,11 @@ def _packed_scores(model: PreTrainedModel, row: PackedRow) -> Tensor:
     # Called as a module: FSDP keeps the head in a group of its own, which is not cast to bf16.
     scores = head(_last_hidden(model, row)[ends].float())  # (S, 1)
     return scores.sum(dim=1)  # and no view, which FSDP warns of
+
+
+def _packed_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    head = score_head(model)
+    assert head is not None
+    values = head(_last_hidden(model, row).float()).sum(dim=1)  # (T,) f32, as for scores
+    # Selected after the head, for all ranks and rows alike: to select before it is a host sync.
+    return torch.where(row.response_mask, values, 0.0)

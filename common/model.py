@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from common.checkpoint import replace_folder
 from common.dist import DistEnv
 from common.logprobs import (
     Boundaries,
@@ -255,7 +256,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     head: Literal["lm", "score"] = "lm",
-    new_head: bool = False,
+    new_head: Literal["normal", "zero"] | None = None,
     trainable: bool = True,
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
@@ -277,10 +278,12 @@ def load_model(
         name: folder or hub name.
         env: device and mesh.
         dtype: compute dtype of forward and backward: float32 or bfloat16.
-        head: "lm" for a causal language model, "score" for a reward model, whose checkpoint is a
-            sequence classifier of transformers with one output.
-        new_head: let a checkpoint without a score head have one, drawn from N(0, 1 / (D + 1))
-            (Stiennon et al. 2020, arXiv:2009.01325); a trained one is kept.
+        head: "lm" for a causal language model, "score" for a reward model or critic, whose
+            checkpoint is a sequence classifier of transformers with one output.
+        new_head: let a checkpoint without a score head have one; a trained one is kept. "normal",
+            for a reward model, draws it from N(0, 1 / (D + 1)) (Stiennon et al. 2020,
+            arXiv:2009.01325). "zero" is for a critic: V = 0 at first, so that the first advantages
+            are those of the returns alone.
         trainable: False for a reference model: no gradients.
         activation_checkpointing: recompute each layer in backward; less memory, same results.
         cpu_offload: keep parameters, gradients and with them the optimizer state in host memory;
@@ -291,7 +294,8 @@ def load_model(
         flag: that brought the name, for errors.
 
     Returns:
-        The model in eval mode (no dropout anywhere), for `compute_logprobs` or `compute_scores`.
+        The model in eval mode (no dropout anywhere), for `compute_logprobs`, or `compute_scores`
+        and `compute_values`.
 
     Raises:
         ValueError: no model is found under `name`, or it is not a plain dense text model, or has
@@ -451,7 +455,7 @@ def _load_from_rank0(
     env: DistEnv,
     base_dtype: torch.dtype,
     *,
-    new_head: bool,
+    new_head: Literal["normal", "zero"] | None,
     exact: bool,
     seed: int,
     flag: str,
@@ -475,11 +479,13 @@ def _load_from_rank0(
     state: dict[str, Any] = {}
     failure: str | None = None
     buffers: dict[str, Tensor] = {}
+    clear_head = False
     if env.rank == 0:
         try:
             full, missing = _read_checkpoint(name, type(model.config), base_dtype, scores=scores)
-            if new_head and missing == ["score.weight"]:
+            if new_head is not None and missing == ["score.weight"]:
                 _draw_head(full, seed)
+                clear_head = new_head == "zero"
             elif missing == ["score.weight"]:
                 failure = "no trained head (score.weight); train one with reward_model.py"
             elif missing:  # transformers would go on with random values
@@ -492,9 +498,9 @@ def _load_from_rank0(
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             failure = str(error)
     # All ranks learn how it went before the first collective that needs the weights.
-    outcome: list[Any] = [failure, buffers]
+    outcome: list[Any] = [failure, buffers, clear_head]
     dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    failure, buffers = outcome
+    failure, buffers, clear_head = outcome
     if failure is not None:
         raise ValueError(f"{flag}={name}: {failure}")
     set_model_state_dict(
@@ -537,6 +543,10 @@ def _load_from_rank0(
     dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
     if outcome[0] is not None:
         raise ValueError(f"{flag}={name}: {outcome[0]}")
+    if clear_head:  # only now: the scores of a head of zeros would have proven nothing
+        head = score_head(model)
+        assert head is not None
+        nn.init.zeros_(head.weight)
 
 
 def _read_checkpoint(
@@ -573,7 +583,7 @@ def _read_checkpoint(
 
 @torch.no_grad()
 def _draw_head(model: PreTrainedModel, seed: int) -> None:
-    """Initial values of a score head, N(0, 1 / (D + 1)), which depend on the seed alone."""
+    """Values of a new score head, N(0, 1 / (D + 1)), which depend on the seed alone."""
     head = score_head(model)
     assert head is not None
     generator = torch.Generator().manual_seed(seed)
@@ -677,15 +687,11 @@ def _write_folder(
     if broken:
         failure = f"{len(broken)} tensors are not finite, the first is {broken[0]}"
     elif rank0:
-        partial, replaced = (path.with_name(path.name + end) for end in (".partial", ".replaced"))
+        partial = path.with_name(path.name + ".partial")
         try:
-            for leftover in (partial, replaced):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             write(partial, state)
-            if path.exists():
-                path.rename(replaced)
-            partial.rename(path)
-            shutil.rmtree(replaced, ignore_errors=True)
+            replace_folder(partial, path)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             failure = f"{type(error).__name__}: {error}"
     outcome = [failure]

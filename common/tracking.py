@@ -15,7 +15,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_RESULTS = ("rollouts", "final", "adapter")
+_RESULTS = ("rollouts", "final", "adapter", "critic", "checkpoints")
 """what a run deletes of the one that it overwrites"""
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
 

@@ -84,6 +84,36 @@ def test_policy_loss_against_loop() -> None:
         assert new.grad[i].item() == pytest.approx(0.0 if dead else -r * a)
 
 
+def test_dual_clip_against_loop() -> None:
+    """Without a bound, one token of a negative advantage and a ratio of 100 outweighs all others.
+
+    Ye et al. 2020, arXiv:1912.09729, eq. 5: where A < 0, max(min(r A, clip(r) A), c A). No gradient
+    exactly where the bound is in force, and not the least difference elsewhere.
+    """
+    torch.manual_seed(0)
+    old = torch.randn(400, dtype=torch.float64)
+    new = (old + 1.5 * torch.randn_like(old)).requires_grad_()
+    advantages = torch.randn_like(old)
+    advantages[:3] = 0.0
+    clips = {"clip_low": 0.2, "clip_high": 0.28}
+    plain, plain_ratio = grpo.policy_loss(new, old, advantages, **clips)
+    (plain_gradient,) = torch.autograd.grad(plain.sum(), new)
+    for c in (3.0, 1.1):  # the second one inside the interval
+        loss, ratio = grpo.policy_loss(new, old, advantages, **clips, dual_clip=c)
+        (gradient,) = torch.autograd.grad(loss.sum(), new)
+        assert torch.equal(ratio, plain_ratio)
+        bound = (advantages < 0) & (ratio > c)
+        assert 20 < bound.sum() < 200
+        assert torch.equal(loss[~bound], plain[~bound])
+        assert torch.equal(gradient[~bound], plain_gradient[~bound])
+        assert (gradient[bound] == 0).all() and (plain_gradient[bound] != 0).all()
+        for i in range(400):
+            r, a = math.exp(new[i].item() - old[i].item()), advantages[i].item()
+            surrogate = min(r * a, min(max(r, 0.8), 1.28) * a)
+            expected = -max(surrogate, c * a) if a < 0 else -surrogate
+            assert loss[i].item() == pytest.approx(expected, abs=1e-15)
+
+
 def test_positive_advantage_raises_the_logprob() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss, _ = grpo.policy_loss(

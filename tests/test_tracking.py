@@ -44,7 +44,7 @@ def test_every_step_is_a_json_line_and_nan_is_null(
 
 def test_nothing_of_an_overwritten_run_is_left(tmp_path: Path) -> None:
     """Adapters of an earlier LoRA run lay beside the new model as if they were its own."""
-    for folder in ("rollouts", "final", "adapter"):
+    for folder in ("rollouts", "final", "adapter", "critic", "checkpoints"):
         (tmp_path / folder).mkdir()
     make(tmp_path).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "metrics.jsonl"]
