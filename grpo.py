@@ -277,7 +277,9 @@ class Args:
     @property
     def inputs(self) -> tuple[str, ...]:
         """models and data that the run reads, and must not overwrite"""
-        stored = [] if self.rollouts_from is None else [self.rollouts_from]
+        stored = []
+        if self.rollouts_from is not None:
+            stored = [self.rollouts_from, f"{self.rollouts_from}/rollouts"]
         return (self.model, *self.rewards, *self.dataset, *self.eval_dataset, *stored)
 
     # -- shared: derived args --

@@ -154,7 +154,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn
     """Trained parameters by clean name, in the optimizer's order."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            pass  # a forward may have left full copies in the places of the shards
+            module.reshard()  # a forward may have left full copies in the places of the shards
     names = {id(p): clean_name(n) for n, p in model.named_parameters() if p.requires_grad}
     trained = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     assert len(trained) == len(names), "parameters without an optimizer would not be saved"

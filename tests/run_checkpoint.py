@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
+import common.checkpoint
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.dist import all_gather_objects, setup, shutdown
 from tests.test_checkpoint import EXTRA, build, check_continuation, equal, snapshot, train
@@ -36,15 +37,21 @@ for mesh, lora in ((env.mesh, None), (hybrid, SETTINGS)):
 # 3. a failure of one rank is one of all, and the checkpoint before it stays
 save_checkpoint(out / "main", models, EXTRA | {"rank": env.rank})
 train(models, range(1))
-with pytest.MonkeyPatch.context() as patch:
 
-    def fail(*arguments: Any) -> None:
-        raise OSError("no space left")
 
-    if env.rank == 1:
-        patch.setattr(dcp.FileSystemWriter, "write_data", fail)
-    with pytest.raises(RuntimeError, match="could not write .*main: rank 1: OSError: no space"):
-        save_checkpoint(out / "main", models, {})
+def fail(*arguments: Any) -> None:
+    raise OSError("no space left")
+
+
+for rank, place, function in (
+    (1, dcp.FileSystemWriter, "write_data"),
+    (0, common.checkpoint, "replace_folder"),
+):
+    with pytest.MonkeyPatch.context() as patch:
+        if env.rank == rank:
+            patch.setattr(place, function, fail)
+        with pytest.raises(RuntimeError, match="could not write .*main: .*OSError: no space left"):
+            save_checkpoint(out / "main", models, {})
 assert load_checkpoint(out / "main", models) == EXTRA | {"rank": 0}
 assert equal(snapshot(models), results)
 with pytest.raises(ValueError, match="nowhere is no checkpoint"):

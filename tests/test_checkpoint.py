@@ -230,7 +230,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(
     assert equal(snapshot(models), before)
     # The next save does not stumble over what is left, and takes nothing of it along.
     (tmp_path / "run" / "step_1.partial" / "junk").write_text("")
-    (tmp_path / "run" / "step_1.replaced").mkdir()
+    shutil.copytree(path, tmp_path / "run" / "step_1.replaced")
     save_checkpoint(path, models, {"step": 8})
     assert load_checkpoint(path, models) == {"step": 8}
     assert not (path / "junk").exists()
