@@ -1216,9 +1216,9 @@ def main(args: Args) -> None:
         # -- end shared --
 
         # (b) rewards: `rollout` has scored the responses; this is what the run makes of the scores
-        # -- shared: scores --
         if not samples.scores.isfinite().any():
             raise ValueError(f"none of the {args.sequences_per_step} samples has a score")
+        # -- shared: scores --
         scores = samples.scores.clone()  # (S,) f64
         in_loss = scores.isfinite()  # (S,) bool: unscored responses have no advantage
         if args.truncated_responses == "zero":

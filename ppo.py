@@ -283,7 +283,7 @@ class Args:
     """on a breach of a limit below, or a gradient that is not finite: end the run, or return to
     the last good checkpoint, skip the data since then, and go on"""
     guard_kl: float = 1.0
-    """limit of the KL to the starting model, nats per token"""
+    """limit of the KL to the starting model, nats per token; not measured if --kl_coef is 0"""
     guard_reward_drop: float = 0.5
     """limit of a fall of the mean score below its running mean, as a share of the larger of that
     mean's size and the scores' std"""
@@ -1323,6 +1323,7 @@ def main(args: Args) -> None:
     optimizer, scheduler = adamw(model, args.learning_rate, args.optimizer_steps)
     # -- end shared --
     # [D2] no value coefficient: the critic has an optimizer and a learning rate of its own
+    print0(f"the critic starts from {args.critic_source}")
     critic = load_model(
         args.critic_source,
         env,
@@ -1593,9 +1594,9 @@ def main(args: Args) -> None:
         # -- end shared --
 
         # (b) rewards: `rollout` has scored the responses; this is what the run makes of the scores
-        # -- shared: scores --
-        if not samples.scores.isfinite().any():
+        if not samples.scores.isfinite().any() and args.guard != "rollback":
             raise ValueError(f"none of the {args.sequences_per_step} samples has a score")
+        # -- shared: scores --
         scores = samples.scores.clone()  # (S,) f64
         in_loss = scores.isfinite()  # (S,) bool: unscored responses have no advantage
         if args.truncated_responses == "zero":
@@ -1872,7 +1873,7 @@ def main(args: Args) -> None:
             if grad_norms:
                 norm = sum(grad_norms) / len(grad_norms)
                 state["usual"] = add_to_usual(state["usual"], {"grad_norm": norm})
-            if args.kl_controller == "adaptive":
+            if args.kl_controller == "adaptive" and step > args.critic_warmup_steps:
                 state["kl_coef"] = adapt_kl_coef(
                     kl_coef,
                     kl_response,
@@ -1908,7 +1909,7 @@ def main(args: Args) -> None:
             "rollout/reward_exceptions": samples.exceptions,
             "rollout/reward_timeouts": samples.timeouts,
             "rollout/reward_refused": samples.refused,
-            "rollout/shaped_reward": scores[scores.isfinite()].mean().item(),
+            "rollout/shaped_reward": scores.nanmean().item(),
             "rollout/filtered": (samples.scores.isfinite() & ~kept).double().mean().item(),
             "rollout/response_tokens": lengths.double().mean().item(),
             "rollout/response_tokens_max": lengths.max().item(),

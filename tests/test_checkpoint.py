@@ -190,7 +190,7 @@ def test_ranks(tmp_path: Path, env: DistEnv) -> None:
         env=environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     before = snapshot(models)

@@ -84,6 +84,30 @@ def test_grpo(tmp_path: Path, lora: bool) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora", [False, True])
+def test_ppo(tmp_path: Path, lora: bool) -> None:
+    """P13, P39, P44, P46: as above, with a critic, and statistics that are those of all ranks."""
+    model, data = copy_task(tmp_path)
+    flags: list[object] = ["--model", model, "--dataset", data, "--engine", "transformers"]
+    flags += ["--rewards", f"{tmp_path / 'reward.py'}:letters", "--num_steps", 2]
+    flags += ["--prompts_per_step", 6, "--samples_per_prompt", 4, "--num_minibatches", 2]
+    flags += ["--max_prompt_tokens", 64, "--max_response_tokens", 16, "--learning_rate", 1e-4]
+    flags += ["--critic_learning_rate", 1e-3, "--temperature", 0.8, "--export_dtype", "float32"]
+    flags += ["--normalize_scores", "True", "--score_clip", 2, "--missing_eos_penalty", 0.5]
+    flags += ["--filtration", "best_random", "--filtration_k", 3, "--entropy_coef", 0.01]
+    flags += ["--critic_gae_lambda", 1.0, "--kl_controller", "adaptive", "--guard", "stop"]
+    if lora:
+        layouts: Layouts = {"two ranks, frozen ones offloaded": (2, ["--offload_frozen", "True"])}
+        rows = check("ppo.py", [*flags, *LORA], tmp_path, layouts)
+    else:
+        kinds = ("two ranks, unpacked", "two replicas, small microbatches")
+        rows = check("ppo.py", flags, tmp_path, {kind: LAYOUTS[kind] for kind in kinds})
+    assert all(row["policy/first_ratio_error"] == 0 for row in rows)
+    assert all(row["optim/grad_norm"] > 0.01 for row in rows)
+    assert rows[1]["policy/kl_ref"] > 0 and rows[1]["value/mean"] != 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [False, True])
 def test_sft(tmp_path: Path, lora: bool) -> None:
     """P13, P14, P18, P21, P63: as above, and an evaluation that counts every row once."""
     model, _ = copy_task(tmp_path)
