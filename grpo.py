@@ -480,7 +480,8 @@ def policy_loss(
     Returns:
         loss, ratio: (T,) f32 each; the caller masks and averages.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    # e^80 is still finite in f32: what a clip removes has the gradient 0 then, and not 0 * inf.
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.min(ratio * advantages, clipped * advantages)
     if dual_clip is not None:

@@ -8,7 +8,7 @@ Deviations from the papers:
      without gradient: the engine that samples and the trainer round differently.
 [D4] the split into minibatches is drawn once per step and kept over --update_epochs.
 [D5] advantages are whitened over the response tokens of the whole step, on all ranks, with the
-     population variance; TRL whitens per rank, verl with the sample variance.
+     population variance; TRL whitens per rank, and both TRL and verl use the sample variance.
 
 Launch:
     python ppo.py --model runs/sft/final --dataset D.jsonl --rewards model:runs/rm/final \
@@ -523,6 +523,14 @@ class Args:
             )
         if self.kl_controller == "adaptive" and self.kl_coef == 0:
             raise ValueError("--kl_controller=adaptive needs a --kl_coef above 0 to start from")
+        if (
+            self.kl_controller == "adaptive"
+            and self.sequences_per_step > self.kl_controller_horizon
+        ):
+            raise ValueError(
+                f"--kl_controller_horizon={self.kl_controller_horizon} must not be below the "
+                f"{self.sequences_per_step} responses of a step"
+            )
         if self.filtration != "none" and self.samples_per_prompt <= self.filtration_k:
             raise ValueError(
                 f"--filtration={self.filtration} keeps --filtration_k={self.filtration_k} of "
@@ -797,7 +805,8 @@ def policy_loss(
     Returns:
         loss, ratio: (T,) f32 each; the caller masks and averages.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    # e^80 is still finite in f32: what a clip removes has the gradient 0 then, and not 0 * inf.
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.min(ratio * advantages, clipped * advantages)
     if dual_clip is not None:

@@ -96,11 +96,13 @@ def test_ppo(tmp_path: Path, lora: bool) -> None:
     flags += ["--filtration", "best_random", "--filtration_k", 3, "--entropy_coef", 0.01]
     flags += ["--critic_gae_lambda", 1.0, "--kl_controller", "adaptive", "--guard", "stop"]
     if lora:
-        layouts: Layouts = {"two ranks, frozen ones offloaded": (2, ["--offload_frozen", "True"])}
-        rows = check("ppo.py", [*flags, *LORA], tmp_path, layouts)
+        rows = check("ppo.py", [*flags, *LORA], tmp_path, {"two ranks": (2, [])})
     else:
-        kinds = ("two ranks, unpacked", "two replicas, small microbatches")
-        rows = check("ppo.py", flags, tmp_path, {kind: LAYOUTS[kind] for kind in kinds})
+        ranks, layout = LAYOUTS["two ranks, unpacked"]
+        name = "two replicas, small microbatches"
+        offloaded = (ranks, [*layout, "--offload_frozen", "True"])
+        layouts: Layouts = {"reference offloaded": offloaded, name: LAYOUTS[name]}
+        rows = check("ppo.py", flags, tmp_path, layouts)
     assert all(row["policy/first_ratio_error"] == 0 for row in rows)
     assert all(row["optim/grad_norm"] > 0.01 for row in rows)
     assert rows[1]["policy/kl_ref"] > 0 and rows[1]["value/mean"] != 0

@@ -114,6 +114,15 @@ def test_dual_clip_against_loop() -> None:
             assert loss[i].item() == pytest.approx(expected, abs=1e-15)
 
 
+def test_a_ratio_beyond_float32_gives_no_nan() -> None:
+    """exp(100) is infinite in float32: the clipped tokens' gradient was 0 * inf."""
+    new = torch.zeros(2, requires_grad=True)
+    old, advantages = torch.full((2,), -100.0), torch.tensor([-1.0, 1.0])
+    loss, _ = grpo.policy_loss(new, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([3, -1.2]) and new.grad.tolist() == [0, 0]
+
+
 def test_positive_advantage_raises_the_logprob() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss, _ = grpo.policy_loss(

@@ -292,6 +292,10 @@ def test_wrong_flags_are_told_by_name() -> None:
         "--min_score=nan must be": {"min_score": math.nan},
         "--critic_warmup_steps=100 must be below --num_steps=100": {"critic_warmup_steps": 100},
         "--kl_controller=adaptive needs a --kl_coef": {"kl_controller": "adaptive", "kl_coef": 0},
+        "--kl_controller_horizon=9 must not be below the 256 responses": {
+            "kl_controller": "adaptive",
+            "kl_controller_horizon": 9,
+        },
         "--filtration=best_k keeps --filtration_k=2 of": {"filtration": "best_k"},
         "--filtration_k=0 must be": {"filtration_k": 0},
         "--samples_per_prompt=0 must be": {"samples_per_prompt": 0},

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.make_toy import CHARACTERS, VOCABULARY, held_out, make_toy
-from scripts.plot import plot, read_metrics, running_mean, series
+from scripts.plot import panels_of, plot, read_metrics, running_mean, series
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,6 +111,11 @@ def test_plot_draws_one_and_several_runs(tmp_path: Path) -> None:
     for runs in ([a], [a, b], [b]):
         plot(runs, tmp_path / "new" / "curve.png")
         assert (tmp_path / "new" / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    for names in (["rollout/reward", "eval/accuracy", "no/such"], ["eval/accuracy"]):
+        plot([a], tmp_path / "chosen.png", panels_of(names))
+        assert (tmp_path / "chosen.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="none of no/such is in"):
+        plot([a], tmp_path / "x.png", panels_of(["no/such"]))
     rows = read_metrics(a)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert series(rows, "eval/accuracy") == ([0, 4], [0.1, 0.9])
@@ -135,6 +140,11 @@ def test_running_mean_keeps_length_and_ends() -> None:
     assert means[50] == pytest.approx(sum(values[45:56]) / 11)
 
 
+def run_summary(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/demo_summary.py"), str(folder), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("accuracies", "message"),
     [
@@ -148,9 +158,7 @@ def test_demo_fails_unless_the_improvement_is_plain(
     tmp_path: Path, accuracies: dict[int, float], message: str | None
 ) -> None:
     write_run(tmp_path / "grpo", accuracies)
-    command = [sys.executable, str(ROOT / "scripts/demo_summary.py"), str(tmp_path)]
-    command += ["--seconds_sft", "3", "--seconds_grpo", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_summary(tmp_path, "--run", "grpo", "--seconds", "sft=3", "grpo=4")
     assert (done.returncode == 0) == (message is None), done.stderr
     assert message is None or message in done.stderr
     if 4 in accuracies:
@@ -158,6 +166,29 @@ def test_demo_fails_unless_the_improvement_is_plain(
         assert summary["accuracy_before"] == accuracies[0]
         assert summary["accuracy_after"] == accuracies[4]
         assert summary["seconds_training"] == 7
+        assert (summary["seconds_sft"], summary["seconds_grpo"]) == (3, 4)
+
+
+def test_pipeline_reports_what_was_hidden_from_training(tmp_path: Path) -> None:
+    """The score that PPO raises may look fine where the answers are not."""
+    write_run(tmp_path / "rm", {0: 0.5, 4: 0.97})
+    run = write_run(tmp_path / "ppo", {0: 0.1, 4: 0.9})
+    (run / "args.json").write_text(json.dumps({"kl_controller_target": 1.5}))
+    rows = read_metrics(run)
+    rows[0]["eval/reward/exact"], rows[4]["eval/reward/exact"] = 0.1, 0.3
+    for row, kl in zip(rows[1:], (0.0, 1.25, 1.0, 1.1), strict=True):
+        row["policy/kl_response"] = kl
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--run", "ppo", "--reward_model", "rm", "--seconds", "sft=3", "rm=2", "ppo=4"]
+    assert run_summary(tmp_path, *flags).returncode == 0  # by the reward of training
+    done = run_summary(tmp_path, *flags, "--metric", "eval/reward/exact")
+    assert done.returncode == 1 and "hidden accuracy 0.100 -> 0.300" in done.stderr
+    assert "1.25 nats per response (target 1.5)" in done.stdout
+    assert "0.970 in the right order" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.3)
+    assert (summary["largest_kl_response"], summary["kl_target"]) == (1.25, 1.5)
+    assert (summary["reward_model_accuracy"], summary["seconds_training"]) == (0.97, 9)
 
 
 # ---- set-up ----
