@@ -230,7 +230,7 @@ class Args:
     """math, exact, path/to/file.py:function, or model:PATH (a reward model, kept sharded over the
     ranks beside the others); several are added up"""
     reward_weights: tuple[float, ...] | None = None
-    """one factor per reward, in their order; all 1 by default"""
+    """one factor per reward, in their order; all 1 by default; 0 only measures a reward"""
     reward_timeout_s: float = 30.0
     """seconds for one call: of a function that takes a batch, or of one sample; a late batch is
     tried again sample by sample; what is late then stays unscored, and the worker is restarted"""
@@ -693,7 +693,7 @@ class Rollouts:
                 "response": self.responses[s],
                 "score": number(self.scores[s]),
                 "rewards": rewards,
-                "advantage": None if advantages is None else advantages[s].item(),
+                "advantage": None if advantages is None else number(advantages[s]),
                 "truncated": bool(self.truncated[s]),
                 "columns": row.columns,
                 "prompt_ids": row.prompt_ids,

@@ -141,7 +141,7 @@ class Args:
     """math, exact, path/to/file.py:function, or model:PATH (a reward model, kept sharded over the
     ranks beside the others); several are added up"""
     reward_weights: tuple[float, ...] | None = None
-    """one factor per reward, in their order; all 1 by default"""
+    """one factor per reward, in their order; all 1 by default; 0 only measures a reward"""
     reward_timeout_s: float = 30.0
     """seconds for one call: of a function that takes a batch, or of one sample; a late batch is
     tried again sample by sample; what is late then stays unscored, and the worker is restarted"""
@@ -398,6 +398,11 @@ class Args:
             raise ValueError("--dataset is required, or --rollouts_from")
         if not self.rewards and (self.rollouts_from is None or self.eval_dataset):
             raise ValueError("--rewards is required")
+        if self.rewards and self.rollouts_from is not None and not self.eval_dataset:
+            raise ValueError(
+                f"--rewards={' '.join(self.rewards)} has nothing to score: --rollouts_from brings "
+                "scores along, and there is no --eval_dataset"
+            )
         if self.prompts_per_step % self.num_minibatches:
             raise ValueError(
                 f"--num_minibatches={self.num_minibatches} must divide "
@@ -664,7 +669,7 @@ class Rollouts:
                 "response": self.responses[s],
                 "score": number(self.scores[s]),
                 "rewards": rewards,
-                "advantage": None if advantages is None else advantages[s].item(),
+                "advantage": None if advantages is None else number(advantages[s]),
                 "truncated": bool(self.truncated[s]),
                 "columns": row.columns,
                 "prompt_ids": row.prompt_ids,
@@ -793,8 +798,11 @@ def rollout(
 
 
 # -- shared: replay --
-def replay(stored: StoredRollouts, groups: list[int]) -> Rollouts:
-    """Stored samples, as `rollout` returned them when they were made."""
+def replay(stored: StoredRollouts, groups: list[int], stop_ids: list[int]) -> Rollouts:
+    """Stored samples, as `rollout` returned them when they were made.
+
+    Where it is not said whether a response was cut off, it was if it ends with no stop token.
+    """
     start = time.perf_counter()
     samples = stored.read(groups)
     names = {name: None for sample in samples for name in sample.components}  # in their order
@@ -807,7 +815,12 @@ def replay(stored: StoredRollouts, groups: list[int]) -> Rollouts:
         rows=[PromptRow(s.prompt_ids, s.prompt, s.columns) for s in samples],
         response_ids=[s.response_ids for s in samples],
         rollout_logprobs=[s.rollout_logprobs for s in samples],
-        truncated=torch.tensor([s.truncated for s in samples]),
+        truncated=torch.tensor(
+            [
+                s.response_ids[-1] not in stop_ids if s.truncated is None else s.truncated
+                for s in samples
+            ]
+        ),
         scores=torch.tensor([s.score for s in samples], dtype=torch.float64),
         components={name: component(name) for name in names},
         responses=[s.response for s in samples],
@@ -920,7 +933,13 @@ def main(args: Args) -> None:
             max_prompt_tokens=args.max_prompt_tokens,
             max_response_tokens=args.max_response_tokens,
         )
-        print0(stored)
+        passes = args.num_steps * args.prompts_per_step / len(stored)
+        print0(f"{stored}\n  {passes:.2f} passes in {args.num_steps} steps")
+        if args.prompts_per_step > len(stored):
+            raise ValueError(
+                f"--rollouts_from={args.rollouts_from} has {len(stored)} prompts, fewer than "
+                f"--prompts_per_step={args.prompts_per_step}"
+            )
     eval_rows: list[PromptRow] = []
     if args.eval_dataset:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
@@ -933,8 +952,6 @@ def main(args: Args) -> None:
 
     # ---- [3] models and optimizer ----
     largest_id = max([*stop_ids, *(max(row.prompt_ids) for row in rows + eval_rows)])
-    if stored is not None:
-        largest_id = max(largest_id, stored.largest_id)
     # -- shared: reward models --
     reward_models = {
         name: RewardModel(
@@ -962,6 +979,14 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
+
+    # -- end shared --
+    # -- shared: stored ids --
+    if stored is not None and stored.largest_id >= model.config.get_text_config().vocab_size:
+        raise ValueError(
+            f"--rollouts_from={args.rollouts_from} has token id {stored.largest_id}, which "
+            f"--model={args.model} does not have"
+        )
 
     # -- end shared --
     # -- shared: optimizer --
@@ -1211,7 +1236,7 @@ def main(args: Args) -> None:
                 groups_per_step=args.prompts_per_step,
                 seed=args.seed,
             )
-            samples = replay(stored, groups)
+            samples = replay(stored, groups, stop_ids)
         if engine is not None:
             engine.sleep()
         # -- end shared --

@@ -21,6 +21,7 @@ S sequences of a step, T packed tokens of a row, P prompts per step, G samples p
 
 import common  # noqa: F401  isort: skip  (first: sets the environment for torch and vLLM)
 
+import copy
 import json
 import math
 import os
@@ -112,9 +113,11 @@ class Args:
     """dtype of the final checkpoint"""
     critic_model: str | None = None
     """folder or hub name that the critic starts from; None: the reward model if there is exactly
-    one, else the policy with a head of zeros"""
+    one (its head set to zeros with --normalize_scores), else the policy with a head of zeros"""
     save_critic: bool = True
-    """write the critic as well, to output_dir/critic"""
+    """write the critic as well, in float32, to output_dir/critic"""
+    ref_model: str | None = None
+    """folder or hub name of the reference, whose KL --kl_coef weighs; None: the starting model"""
 
     # -- shared: dataset args --
     # data
@@ -151,7 +154,7 @@ class Args:
     """math, exact, path/to/file.py:function, or model:PATH (a reward model, kept sharded over the
     ranks beside the others); several are added up"""
     reward_weights: tuple[float, ...] | None = None
-    """one factor per reward, in their order; all 1 by default"""
+    """one factor per reward, in their order; all 1 by default; 0 only measures a reward"""
     reward_timeout_s: float = 30.0
     """seconds for one call: of a function that takes a batch, or of one sample; a late batch is
     tried again sample by sample; what is late then stays unscored, and the worker is restarted"""
@@ -241,27 +244,29 @@ class Args:
     dual_clip: float | None = None
     """bound of the loss where the advantage is negative, in multiples of it (Ye et al. 2020: 3)"""
     value_clip: float | None = 0.2
-    """no gradient for values that would move further from those at rollout time; None: no clip"""
+    """no gradient for values that would move further from those at rollout time, in the units of
+    the scores; None: no clip"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
     tis_cap: float | None = 2.0
     """cap of the engine-trainer importance weight [D3]; None: no correction"""
     target_kl: float | None = None
-    """the rest of a step's policy updates is skipped once KL(old, new) per token exceeds this"""
+    """once KL(old, new) exceeds this, in nats per token, the step makes no more policy updates"""
     truncated_responses: Literal["grade", "zero", "mask"] = "grade"
     """cut-off responses: graded as they are, scored 0, or graded but kept out of the loss"""
 
-    # KL to the starting model
+    # KL to the reference
     kl_coef: float = 0.05
-    """weight of the KL to the starting model; above 0 a frozen copy is kept"""
+    """weight of the KL to the reference, in units of the score per nat: a reward model whose scores
+    spread by 10 needs 10 times as much as one whose scores spread by 1; 0: no reference is kept"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1: taken off the rewards, token by token, without gradient; k2, k3: in the loss, with it"""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: kl_coef follows the measured KL (Ziegler et al. 2019, section 2.2)"""
+    """adaptive: from --kl_coef on, it follows the measured KL (Ziegler et al. 2019, section 2.2)"""
     kl_controller_target: float = 6.0
     """nats per response that the adaptive controller aims at"""
     kl_controller_horizon: int = 10_000
-    """responses; a longer horizon changes kl_coef more slowly"""
+    """responses; a step changes kl_coef by at most 20 % times its responses / this"""
 
     # what becomes of the scores
     missing_eos_penalty: float = 0.0
@@ -280,10 +285,11 @@ class Args:
 
     # guard
     guard: Literal["off", "stop", "rollback"] = "off"
-    """on a breach of a limit below, or a gradient that is not finite: end the run, or return to
-    the last good checkpoint, skip the data since then, and go on"""
+    """on a breach of a limit below, or a gradient that is not finite, return to the last good
+    checkpoint; then write it and end the run with an error, or skip the data since then and go on.
+    The last update is checked by one more rollout"""
     guard_kl: float = 1.0
-    """limit of the KL to the starting model, nats per token; not measured if --kl_coef is 0"""
+    """limit of the KL to the reference, nats per token; not measured if --kl_coef is 0"""
     guard_reward_drop: float = 0.5
     """limit of a fall of the mean score below its running mean, as a share of the larger of that
     mean's size and the scores' std"""
@@ -291,8 +297,10 @@ class Args:
     """limit of a fall of the entropy, as a share of its running mean"""
     guard_grad_norm: float = 100.0
     """limit of the policy's gradient norm, as a multiple of its running mean"""
-    save_every_steps: int = 10
-    """--guard rollback: steps between checkpoints; only the last one is kept"""
+    guard_save_every_steps: int = 10
+    """steps between checkpoints, of which the last one is kept until the run ends"""
+    guard_max_rollbacks: int = 3
+    """returns to the same checkpoint; one more breach ends the run"""
 
     # -- shared: eval args --
     # evaluation
@@ -356,7 +364,7 @@ class Args:
     @property
     def inputs(self) -> tuple[str, ...]:
         """models and data that the run reads, and must not overwrite"""
-        models, stored = (self.model, self.critic_source), []
+        models, stored = [self.model, self.critic_source, self.ref_model or self.model], []
         if self.rollouts_from is not None:
             stored = [self.rollouts_from, f"{self.rollouts_from}/rollouts"]
         return (*models, *self.rewards, *self.dataset, *self.eval_dataset, *stored)
@@ -477,6 +485,11 @@ class Args:
             raise ValueError("--dataset is required, or --rollouts_from")
         if not self.rewards and (self.rollouts_from is None or self.eval_dataset):
             raise ValueError("--rewards is required")
+        if self.rewards and self.rollouts_from is not None and not self.eval_dataset:
+            raise ValueError(
+                f"--rewards={' '.join(self.rewards)} has nothing to score: --rollouts_from brings "
+                "scores along, and there is no --eval_dataset"
+            )
         if self.prompts_per_step % self.num_minibatches:
             raise ValueError(
                 f"--num_minibatches={self.num_minibatches} must divide "
@@ -497,7 +510,10 @@ class Args:
         if self.tis_cap is not None and self.tis_cap < 1:
             raise ValueError(f"--tis_cap={self.tis_cap} must be at least 1, or None")
         # -- end shared --
-        for name in ("samples_per_prompt", "filtration_k", "save_every_steps"):
+        for name in (
+            *("samples_per_prompt", "filtration_k"),
+            *("guard_save_every_steps", "guard_max_rollbacks"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)} must be positive")
         for name in ("gamma", "gae_lambda", "critic_gae_lambda", "guard_entropy"):
@@ -523,6 +539,13 @@ class Args:
             )
         if self.kl_controller == "adaptive" and self.kl_coef == 0:
             raise ValueError("--kl_controller=adaptive needs a --kl_coef above 0 to start from")
+        if self.kl_controller == "adaptive" and self.rollouts_from is not None:
+            raise ValueError(
+                f"--kl_controller=adaptive: --rollouts_from={self.rollouts_from} does not hold the "
+                "policy's own samples, which would tell its KL"
+            )
+        if self.ref_model is not None and self.kl_coef == 0:
+            raise ValueError(f"--ref_model={self.ref_model} is not used with --kl_coef=0")
         if (
             self.kl_controller == "adaptive"
             and self.sequences_per_step > self.kl_controller_horizon
@@ -687,7 +710,7 @@ def adapt_kl_coef(
     Args:
         kl_coef: the present one.
         kl, target: measured and wanted, nats per response (sums over its tokens, not means).
-        horizon, num_responses: responses; the coefficient changes by at most 20 % per horizon.
+        horizon, num_responses: responses; their ratio is K_beta of the paper, which has 0.1.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / horizon)
@@ -989,7 +1012,7 @@ class Rollouts:
                 "response": self.responses[s],
                 "score": number(self.scores[s]),
                 "rewards": rewards,
-                "advantage": None if advantages is None else advantages[s].item(),
+                "advantage": None if advantages is None else number(advantages[s]),
                 "truncated": bool(self.truncated[s]),
                 "columns": row.columns,
                 "prompt_ids": row.prompt_ids,
@@ -1118,8 +1141,11 @@ def rollout(
 
 
 # -- shared: replay --
-def replay(stored: StoredRollouts, groups: list[int]) -> Rollouts:
-    """Stored samples, as `rollout` returned them when they were made."""
+def replay(stored: StoredRollouts, groups: list[int], stop_ids: list[int]) -> Rollouts:
+    """Stored samples, as `rollout` returned them when they were made.
+
+    Where it is not said whether a response was cut off, it was if it ends with no stop token.
+    """
     start = time.perf_counter()
     samples = stored.read(groups)
     names = {name: None for sample in samples for name in sample.components}  # in their order
@@ -1132,7 +1158,12 @@ def replay(stored: StoredRollouts, groups: list[int]) -> Rollouts:
         rows=[PromptRow(s.prompt_ids, s.prompt, s.columns) for s in samples],
         response_ids=[s.response_ids for s in samples],
         rollout_logprobs=[s.rollout_logprobs for s in samples],
-        truncated=torch.tensor([s.truncated for s in samples]),
+        truncated=torch.tensor(
+            [
+                s.response_ids[-1] not in stop_ids if s.truncated is None else s.truncated
+                for s in samples
+            ]
+        ),
         scores=torch.tensor([s.score for s in samples], dtype=torch.float64),
         components={name: component(name) for name in names},
         responses=[s.response for s in samples],
@@ -1249,7 +1280,13 @@ def main(args: Args) -> None:
             max_prompt_tokens=args.max_prompt_tokens,
             max_response_tokens=args.max_response_tokens,
         )
-        print0(stored)
+        passes = args.num_steps * args.prompts_per_step / len(stored)
+        print0(f"{stored}\n  {passes:.2f} passes in {args.num_steps} steps")
+        if args.prompts_per_step > len(stored):
+            raise ValueError(
+                f"--rollouts_from={args.rollouts_from} has {len(stored)} prompts, fewer than "
+                f"--prompts_per_step={args.prompts_per_step}"
+            )
     eval_rows: list[PromptRow] = []
     if args.eval_dataset:
         eval_rows = load(args.eval_dataset, args.eval_split, "--eval_dataset")
@@ -1262,8 +1299,6 @@ def main(args: Args) -> None:
 
     # ---- [3] models and optimizer ----
     largest_id = max([*stop_ids, *(max(row.prompt_ids) for row in rows + eval_rows)])
-    if stored is not None:
-        largest_id = max(largest_id, stored.largest_id)
     # -- shared: reward models --
     reward_models = {
         name: RewardModel(
@@ -1279,14 +1314,15 @@ def main(args: Args) -> None:
         if name.startswith(MODEL)
     }
     # -- end shared --
-    critic_tokenizer = load_tokenizer(args.critic_source, flag="--critic_model")
-    if critic_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"--critic_model={args.critic_source}: its tokenizer is not that of "
-            f"--model={args.model}, whose token ids the critic reads"
-        )
-    if args.save_critic:  # a classifier needs one, and the end of the run is late to say so
-        critic_tokenizer.pad_token = choose_pad_token(tokenizer, stop_ids)
+    ref_source = args.ref_model or args.model
+    for flag, name in (("--critic_model", args.critic_source), ("--ref_model", ref_source)):
+        if load_tokenizer(name, flag=flag).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"{flag}={name}: its tokenizer is not that of --model={args.model}, whose token "
+                "ids it has to read"
+            )
+    # A classifier needs a padding token, and the end of the run is late to say that there is none.
+    pad_token = choose_pad_token(tokenizer, stop_ids) if args.save_critic else None
     # -- shared: policy --
     model = load_model(
         args.model,
@@ -1299,6 +1335,14 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     check_fits(model, args.model, max_tokens=args.max_sequence_tokens, largest_id=largest_id)
+
+    # -- end shared --
+    # -- shared: stored ids --
+    if stored is not None and stored.largest_id >= model.config.get_text_config().vocab_size:
+        raise ValueError(
+            f"--rollouts_from={args.rollouts_from} has token id {stored.largest_id}, which "
+            f"--model={args.model} does not have"
+        )
 
     # -- end shared --
     # -- shared: optimizer --
@@ -1353,23 +1397,34 @@ def main(args: Args) -> None:
         largest_id=largest_id,
         flag="--critic_model",
     )
+    if args.critic_model is None and args.normalize_scores:
+        with torch.no_grad():  # the reward model's scores have another scale
+            critic.get_submodule("score").get_parameter("weight").zero_()
     critic_optimizer, critic_scheduler = adamw(
         critic, args.critic_learning_rate, args.critic_optimizer_steps
     )
     ref_model = None
     kl_in_loss = args.kl_coef > 0 and args.kl_estimator != "k1"
-    if args.kl_coef > 0 and args.lora_rank is None:
+    if args.kl_coef > 0 and (args.lora_rank is None or args.ref_model is not None):
         ref_model = load_model(
-            args.model,
+            ref_source,
             env,
             dtype=dtype,
             trainable=False,
             cpu_offload=args.cpu_offload or args.offload_frozen,
+            flag="--ref_model" if args.ref_model else "--model",
         )
+        max_tokens = args.max_sequence_tokens
+        check_fits(
+            ref_model, ref_source, max_tokens=max_tokens, largest_id=largest_id, flag="--ref_model"
+        )
+    if args.kl_controller == "adaptive":
+        most = (1 + 0.2 * args.sequences_per_step / args.kl_controller_horizon) ** args.num_steps
+        print0(f"kl_coef can grow to {most:.3g} times --kl_coef={args.kl_coef} in this run")
     # What the run knows beside its networks; saved and restored with them.
     state: dict[str, Any] = {"kl_coef": args.kl_coef, "moments": [0.0, 0.0, 0.0], "usual": {}}
     checkpoint: Path | None = None
-    trained = {"policy": (model, optimizer), "critic": (critic, critic_optimizer)}
+    networks = {"policy": (model, optimizer), "critic": (critic, critic_optimizer)}
 
     # ---- [4] inference engine ----
     # -- shared: engine --
@@ -1489,13 +1544,14 @@ def main(args: Args) -> None:
         dist.all_reduce(totals)  # collective: all ranks
         return defaultdict(float, zip(names, totals.tolist(), strict=True))
 
-    def restore(step: int, breach: str) -> None:
+    def restore(breach: str) -> None:
         """Back to the last good checkpoint, but for the clocks of the learning rates."""
-        assert checkpoint is not None
-        state.update(load_checkpoint(checkpoint, trained))
+        if checkpoint is None:
+            raise ValueError(f"guard: {breach}, with the starting model")
+        state.update(load_checkpoint(checkpoint, networks))
         print0(
-            f"step {step}: guard: {breach}. Policy, critic and optimizers are those of "
-            f"{checkpoint.name} again; the data since then is skipped"
+            f"guard: {breach}. Policy, critic and optimizers are those of {checkpoint.name} again; "
+            "the data since then is skipped"
         )
 
     tracker = Tracker(
@@ -1505,7 +1561,7 @@ def main(args: Args) -> None:
         total_steps=args.num_steps,
         columns={
             "reward": "rollout/reward",
-            "eval": "eval/accuracy",
+            "eval": "eval/reward",
             "tokens": "rollout/response_tokens",
             "entropy": "policy/entropy",
             "kl": "policy/kl_response",
@@ -1566,7 +1622,8 @@ def main(args: Args) -> None:
     # -- end shared --
 
     # ---- [5] train loop ----
-    num_rollbacks, just_restored = 0, False
+    num_rollbacks = num_returns = 0  # in all, and to the present checkpoint
+    failure = None  # what ends the run before its last step
     # With a guard there is one more rollout: it has the say whether the last update was good.
     for step in range(1, args.num_steps + 1 + (args.guard != "off")):
         times: dict[str, float] = defaultdict(float)
@@ -1597,7 +1654,7 @@ def main(args: Args) -> None:
                 groups_per_step=args.prompts_per_step,
                 seed=args.seed,
             )
-            samples = replay(stored, groups)
+            samples = replay(stored, groups, stop_ids)
         if engine is not None:
             engine.sleep()
         # -- end shared --
@@ -1694,7 +1751,8 @@ def main(args: Args) -> None:
             kl_response = per_token["kl_k1"] * num_tokens / args.sequences_per_step
 
         # Guard: fresh samples show whether the policy is still sound. If so, this is the moment to
-        # save it; if not, nothing is trained in this step.
+        # save it; if not, nothing is trained in this step. Stored samples do not tell of it, but
+        # for its entropy.
         scored = samples.scores[samples.scores.isfinite()]
         measured = {
             "reward": scored.mean().item(),
@@ -1707,27 +1765,26 @@ def main(args: Args) -> None:
             breach = guard_breach(
                 measured,
                 state["usual"],
-                max_kl=args.guard_kl,
-                reward_drop=args.guard_reward_drop,
+                max_kl=args.guard_kl if stored is None else math.inf,
+                reward_drop=args.guard_reward_drop if stored is None else math.inf,
                 entropy_share=args.guard_entropy,
             )
         if breach is not None:
-            if args.guard == "stop" or checkpoint is None or just_restored:
-                raise RuntimeError(f"step {step}: guard: {breach}")
-        elif step <= args.num_steps:
+            breach = f"step {step}: {breach}"
+        if breach is None and step <= args.num_steps:
             state |= {"moments": moments, "usual": add_to_usual(state["usual"], measured)}
-            if args.guard == "rollback" and (
-                checkpoint is None or (step - 1) % args.save_every_steps == 0
+            if args.guard != "off" and (
+                checkpoint is None or (step - 1) % args.guard_save_every_steps == 0
             ):
                 tracker.phase("saving a checkpoint")
                 previous = checkpoint
-                checkpoint = output_dir / "checkpoints" / f"step_{step - 1}"
-                save_checkpoint(checkpoint, trained, state)
+                checkpoint, num_returns = output_dir / "checkpoints" / f"step_{step - 1}", 0
+                save_checkpoint(checkpoint, networks, state)
                 if previous is not None and env.rank == 0:
                     shutil.rmtree(previous)
         if step > args.num_steps:
             if breach is not None:
-                restore(step, breach)
+                restore(breach)
                 metrics = {
                     "rollout/reward": measured["reward"],
                     "optim/rollbacks": num_rollbacks + 1,
@@ -1736,6 +1793,8 @@ def main(args: Args) -> None:
                     sync_engine()
                     metrics |= evaluate(step)
                 tracker.log(step, metrics)
+                if args.guard == "stop":
+                    failure = breach
             break
 
         # (d) advantages: rewards per token, GAE, whitening
@@ -1775,20 +1834,24 @@ def main(args: Args) -> None:
             for s, value in zip(m.row.sequence_ids, sums_of_rows.tolist(), strict=True):
                 advantages[s] = value / len(samples.response_ids[s])
         dist.all_reduce(advantages)  # collective: all ranks; each holds its own sequences
+        advantages[~kept] = math.nan
 
         # (e) update: one optimizer step of policy and critic per minibatch
         first_ratio_error = torch.zeros((), device=env.device)
         grad_norms: list[float] = []
         critic_grad_norms: list[float] = []
-        policy_visits = critic_visits = policy_minibatches = 0  # visits: tokens
+        policy_tokens = critic_tokens = policy_minibatches = 0
         stopped = False  # by --target_kl
+        updates = args.num_minibatches * args.update_epochs
+        number = 0
         with timed(times, "time/update_s", env.device):
-            for number, (microbatches, num_loss_tokens) in enumerate(
-                minibatches * args.update_epochs
-            ):
-                trains_policy = breach is None and not stopped and step > args.critic_warmup_steps
+            for microbatches, num_loss_tokens in minibatches * args.update_epochs:
+                if breach is not None:
+                    break
+                number += 1
+                trains_policy = not stopped and step > args.critic_warmup_steps
                 moved = torch.zeros((), dtype=torch.float64, device=env.device)
-                for m in microbatches if breach is None else ():
+                for m in microbatches:
                     loss_mask = m.row.response_mask
                     if trains_policy:
                         logprobs, entropy = compute_logprobs(
@@ -1825,7 +1888,7 @@ def main(args: Args) -> None:
                             "clip_high": (ratio > 1 + args.clip_high) & (m.advantages > 0),
                         }.items():
                             sums[name] += torch.where(loss_mask, value.double(), 0.0).sum()
-                        if number == 0:
+                        if number == 1:
                             error = torch.where(loss_mask, (ratio.detach() - 1).abs(), 0.0).max()
                             first_ratio_error = torch.maximum(first_ratio_error, error)
                     token_loss, value_clipped = value_loss(
@@ -1835,38 +1898,39 @@ def main(args: Args) -> None:
                     loss.backward()
                     sums["value_loss"] += loss.detach()
                     sums["value_clipped"] += (value_clipped & loss_mask).sum()
-                if breach is None:
-                    critic_visits += num_loss_tokens
+                critic_tokens += num_loss_tokens
                 if trains_policy:
                     sums["kl_old"] += moved
-                    policy_visits += num_loss_tokens
-                    policy_minibatches += 1
+                    policy_tokens += num_loss_tokens
+                    policy_minibatches += num_loss_tokens > 0
                 if trains_policy and args.target_kl is not None:
                     dist.all_reduce(total_moved := moved.cpu())  # collective: all ranks
                     stopped = total_moved.item() > args.target_kl * num_loss_tokens
                     if stopped:
                         trains_policy = False
                         optimizer.zero_grad()
-                problem = None
-                if trains_policy:
-                    grad_norms.append(clip_grad_norm(model, args.max_grad_norm))
-                    limit = args.guard_grad_norm * state["usual"].get("grad_norm", math.inf)
-                    if not math.isfinite(grad_norms[-1]) or (
-                        args.guard != "off" and grad_norms[-1] > limit
-                    ):
-                        problem = f"the policy's gradient norm is {grad_norms[-1]:.3g}"
-                if breach is None:
+                if num_loss_tokens > 0:  # else there is nothing to follow but momentum
+                    if trains_policy:
+                        grad_norms.append(clip_grad_norm(model, args.max_grad_norm))
+                        limit = args.guard_grad_norm * state["usual"].get("grad_norm", math.inf)
+                        if not math.isfinite(grad_norms[-1]):
+                            breach = f"step {step}: the policy's gradient norm is {grad_norms[-1]}"
+                        elif args.guard != "off" and grad_norms[-1] > limit:
+                            breach = (
+                                f"step {step}: the policy's gradient norm {grad_norms[-1]:.3g} > "
+                                f"--guard_grad_norm={args.guard_grad_norm} times its running mean"
+                            )
                     critic_grad_norms.append(clip_grad_norm(critic, args.max_grad_norm))
                     if not math.isfinite(critic_grad_norms[-1]):
-                        problem = f"the critic's gradient norm is {critic_grad_norms[-1]}"
-                if problem is not None:
-                    if args.guard != "rollback" or just_restored:
-                        raise RuntimeError(f"step {step}: {problem}; no update was made")
-                    breach = problem
-                if breach is None and num_loss_tokens > 0:  # else nothing to follow but momentum
-                    if trains_policy:
-                        optimizer.step()
-                    critic_optimizer.step()
+                        breach = (
+                            f"step {step}: the critic's gradient norm is {critic_grad_norms[-1]}"
+                        )
+                    if breach is not None and args.guard == "off":
+                        raise RuntimeError(f"{breach}; this update was not made")
+                    if breach is None:
+                        if trains_policy:
+                            optimizer.step()
+                        critic_optimizer.step()
                 learning_rate = scheduler.get_last_lr()[0]
                 critic_learning_rate = critic_scheduler.get_last_lr()[0]
                 if step > args.critic_warmup_steps:
@@ -1874,10 +1938,15 @@ def main(args: Args) -> None:
                 critic_scheduler.step()
                 optimizer.zero_grad()
                 critic_optimizer.zero_grad()
-        just_restored = breach is not None
         if breach is not None:
-            restore(step, breach)
-            num_rollbacks += 1
+            restore(breach)
+            num_rollbacks, num_returns = num_rollbacks + 1, num_returns + 1
+            if args.guard == "stop" or num_returns > args.guard_max_rollbacks:
+                failure = breach
+            for _ in range(updates - number):  # what is left of the step's updates
+                if step > args.critic_warmup_steps:
+                    scheduler.step()
+                critic_scheduler.step()
         else:
             if grad_norms:
                 norm = sum(grad_norms) / len(grad_norms)
@@ -1890,6 +1959,8 @@ def main(args: Args) -> None:
                     horizon=args.kl_controller_horizon,
                     num_responses=args.sequences_per_step,
                 )
+            if not kept.any():
+                print0(f"step {step}: no sample is left after the filters, so nothing was trained")
 
         # (f) weight sync: FSDP2 shards -> engine, proven complete
         last = step == args.num_steps
@@ -1904,11 +1975,10 @@ def main(args: Args) -> None:
         worst = torch.stack([gap_max, first_ratio_error]).cpu()
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # collective: all ranks
         loss_tokens = sum(n for _, n in minibatches)
-        n, visits = max(1, loss_tokens), max(1, policy_visits)
+        n, visits = max(1, loss_tokens), max(1, policy_tokens)
         mean_return, mean_error = total["returns"] / n, total["errors"] / n
         variance = total["returns_squared"] / n - mean_return**2
         error_variance = total["errors_squared"] / n - mean_error**2
-        updates = args.num_minibatches * args.update_epochs
         planned = updates if step > args.critic_warmup_steps else 0
         lengths = samples.response_lengths
         metrics = {
@@ -1937,7 +2007,7 @@ def main(args: Args) -> None:
             "policy/first_ratio_error": worst[1].item(),
             "policy/skipped_updates": 1 - len(grad_norms) / planned if planned else 0.0,
             "value/loss": total["value_loss"] / max(1, len(critic_grad_norms)),
-            "value/clip_fraction": total["value_clipped"] / max(1, critic_visits),
+            "value/clip_fraction": total["value_clipped"] / max(1, critic_tokens),
             "value/mean": total["values"] / n,
             "value/return": mean_return,
             "value/explained_variance": 1 - error_variance / variance if variance > 0 else 0.0,
@@ -1966,13 +2036,17 @@ def main(args: Args) -> None:
         if evaluates:
             metrics |= evaluate(step)
         tracker.log(step, metrics)
+        if failure is not None:
+            break
 
     # ---- [6] teardown ----
     if args.save_critic:
+        critic_tokenizer = copy.deepcopy(tokenizer)
+        critic_tokenizer.pad_token = pad_token
         export_hf(
             critic,
             critic_tokenizer,
-            stream_full_tensors(critic, dtype=getattr(torch, args.export_dtype)),
+            stream_full_tensors(critic, dtype=torch.float32),
             path=output_dir / "critic",
             source=args.critic_source,
             stop_token_ids=stop_ids,
@@ -1992,9 +2066,13 @@ def main(args: Args) -> None:
     tracker.finish()
     print0(f"final checkpoint: {output_dir / 'final'}")
     # -- end shared --
+    if env.rank == 0:
+        shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
     scorer.close()
     if engine is not None:
         engine.close()
+    if failure is not None:
+        raise ValueError(f"guard: {failure}. `final` is the policy of the last good checkpoint")
     shutdown()
 
 

@@ -48,7 +48,8 @@ class StoredSample:
     """NaN where there is none"""
     components: dict[str, float]
     """the single rewards by their labels, NaN where there is none"""
-    truncated: bool
+    truncated: bool | None
+    """None: not said"""
     response: str
     columns: dict[str, Any]
 
@@ -153,7 +154,7 @@ class StoredRollouts:
                     self.largest_id = max(self.largest_id, *run_ids, *sample.response_ids)
                     self._tokens += len(run_ids) + len(sample.response_ids)
                     self._sampled += len(sample.response_ids)
-                    self._truncated += sample.truncated
+                    self._truncated += bool(sample.truncated)
                     self._unscored += math.isnan(sample.score)
                 offset += len(text)
         if not places:
@@ -249,9 +250,9 @@ def _sample(row: Any) -> StoredSample:
         raise ValueError(f"{row!r:.80} is not an object")
     if missing := [name for name in _REQUIRED if name not in row]:
         raise ValueError(f"no {', '.join(missing)} among its keys, {list(row)!r:.120}")
-    row = {"prompt": "", "rewards": {}, "truncated": False, "response": "", "columns": {}} | row
+    row = {"prompt": "", "rewards": {}, "response": "", "columns": {}} | row
     for name, kinds in _KINDS.items():
-        if not isinstance(row[name], kinds):
+        if name in row and not isinstance(row[name], kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{name}={row[name]!r:.80}: expected {expected}")
     for name in ("prompt_ids", "response_ids"):
@@ -278,7 +279,7 @@ def _sample(row: Any) -> StoredSample:
         rollout_logprobs=[float(value) for value in logprobs],
         score=math.nan if row["score"] is None else float(row["score"]),
         components={k: math.nan if v is None else float(v) for k, v in row["rewards"].items()},
-        truncated=row["truncated"],
+        truncated=row.get("truncated"),
         response=row["response"],
         columns=row["columns"],
     )

@@ -118,7 +118,7 @@ def test_only_four_fields_are_needed(tmp_path: Path) -> None:
     row = sample(rollout_logprobs=[-1, 0], score=2, extra="ignored")
     (read,) = stored(write(tmp_path / "mine.jsonl", [row]), samples_per_prompt=1).read([0])
     assert (read.prompt, read.response, read.components, read.columns) == ("", "", {}, {})
-    assert read.truncated is False
+    assert read.truncated is None
     assert [type(v) for v in (read.score, *read.rollout_logprobs)] == [float] * 3
 
 
