@@ -420,7 +420,7 @@ class Args:
             )
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"--dual_clip={self.dual_clip} must be above 1 and finite, or None")
-        if self.tis_cap is not None and self.tis_cap < 1:
+        if self.tis_cap is not None and not self.tis_cap >= 1:
             raise ValueError(f"--tis_cap={self.tis_cap} must be at least 1, or None")
         # -- end shared --
         if self.samples_per_prompt < 2:
@@ -1422,6 +1422,16 @@ def main(args: Args) -> None:
         for name, values in samples.components.items():
             metrics[f"rollout/reward/{name}"] = values.nanmean().item()
         tracker.dump_samples(f"step_{step}", samples.dump(advantages))
+
+        # -- shared: stored gap --
+        gap = metrics["rollout/logprob_gap_mean"]
+        if stored is not None and step == 1 and not gap <= MEAN_GAP_BF16:
+            print0(
+                f"log-probs of --rollouts_from={args.rollouts_from} differ by {gap:.2g} on average "
+                f"from those of --model={args.model} at --temperature={args.temperature}: were the "
+                "samples made by another model, or at another temperature?"
+            )
+        # -- end shared --
 
         # (h) eval
         if evaluates:

@@ -113,7 +113,8 @@ class Args:
     """dtype of the final checkpoint"""
     critic_model: str | None = None
     """folder or hub name that the critic starts from; None: the reward model if there is exactly
-    one (its head set to zeros with --normalize_scores), else the policy with a head of zeros"""
+    one, without its score_bias (with --normalize_scores its head is set to zeros), else the policy
+    with a head of zeros"""
     save_critic: bool = True
     """write the critic as well, in float32, to output_dir/critic"""
     ref_model: str | None = None
@@ -292,7 +293,7 @@ class Args:
     """limit of the KL to the reference, nats per token; not measured if --kl_coef is 0"""
     guard_reward_drop: float = 0.5
     """limit of a fall of the mean score below its running mean, as a share of the larger of that
-    mean's size and the scores' std"""
+    mean's size and the scores' std; at least 4 standard errors"""
     guard_entropy: float = 0.1
     """limit of a fall of the entropy, as a share of its running mean"""
     guard_grad_norm: float = 100.0
@@ -507,7 +508,7 @@ class Args:
             )
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"--dual_clip={self.dual_clip} must be above 1 and finite, or None")
-        if self.tis_cap is not None and self.tis_cap < 1:
+        if self.tis_cap is not None and not self.tis_cap >= 1:
             raise ValueError(f"--tis_cap={self.tis_cap} must be at least 1, or None")
         # -- end shared --
         for name in (
@@ -699,7 +700,9 @@ def value_loss(
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
     limited = values + (new_values - values).clamp(-clip, clip)
     limited_error = (limited - returns).square()
-    return 0.5 * torch.max(error, limited_error), limited_error > error
+    # Where nothing is limited, the two errors may still differ by rounding.
+    cut = (limited_error > error) & ((new_values - values).abs() > clip)
+    return 0.5 * torch.max(error, limited_error), cut
 
 
 def adapt_kl_coef(
@@ -770,6 +773,7 @@ def guard_breach(
     measured: dict[str, float],
     usual: dict[str, float],
     *,
+    num_responses: int,
     max_kl: float,
     reward_drop: float,
     entropy_share: float,
@@ -779,6 +783,7 @@ def guard_breach(
     Args:
         measured: `reward`, `reward_std`, `kl` (nats per token) and `entropy` of fresh samples.
         usual: running means of the same; empty before the first step.
+        num_responses: behind `reward`, which has to fall by 4 standard errors at least.
         max_kl, reward_drop, entropy_share: see --guard_kl, --guard_reward_drop, --guard_entropy.
     """
     for name, value in measured.items():
@@ -789,7 +794,8 @@ def guard_breach(
     if not usual:
         return None
     fall = usual["reward"] - measured["reward"]
-    if fall > reward_drop * max(abs(usual["reward"]), usual["reward_std"]) > 0:
+    noise = 4 * usual["reward_std"] / math.sqrt(num_responses)
+    if fall > max(noise, reward_drop * max(abs(usual["reward"]), usual["reward_std"])) > 0:
         return (
             f"reward {measured['reward']:.3g} fell from a running mean of {usual['reward']:.3g} "
             f"by more than --guard_reward_drop={reward_drop} allows"
@@ -1316,10 +1322,11 @@ def main(args: Args) -> None:
     # -- end shared --
     ref_source = args.ref_model or args.model
     for flag, name in (("--critic_model", args.critic_source), ("--ref_model", ref_source)):
-        if load_tokenizer(name, flag=flag).get_vocab() != tokenizer.get_vocab():
+        vocabulary = load_tokenizer(name, flag=flag).get_vocab()
+        if not tokenizer.get_vocab().items() <= vocabulary.items():  # it may have tokens beyond
             raise ValueError(
-                f"{flag}={name}: its tokenizer is not that of --model={args.model}, whose token "
-                "ids it has to read"
+                f"{flag}={name}: its tokenizer does not have the tokens of --model={args.model}, "
+                "whose ids it has to read"
             )
     # A classifier needs a padding token, and the end of the run is late to say that there is none.
     pad_token = choose_pad_token(tokenizer, stop_ids) if args.save_critic else None
@@ -1751,13 +1758,13 @@ def main(args: Args) -> None:
             kl_response = per_token["kl_k1"] * num_tokens / args.sequences_per_step
 
         # Guard: fresh samples show whether the policy is still sound. If so, this is the moment to
-        # save it; if not, nothing is trained in this step. Stored samples do not tell of it, but
-        # for its entropy.
+        # save it; if not, nothing is trained in this step. Stored samples are not its own: their
+        # scores say nothing of it, and k1 on them may be negative however far it is away.
         scored = samples.scores[samples.scores.isfinite()]
         measured = {
             "reward": scored.mean().item(),
             "reward_std": scored.std(correction=0).item(),
-            "kl": per_token["kl_k1"],
+            "kl": per_token["kl_k1" if stored is None else "kl_ref"],
             "entropy": per_token["entropy"],
         }
         breach = None
@@ -1765,23 +1772,24 @@ def main(args: Args) -> None:
             breach = guard_breach(
                 measured,
                 state["usual"],
-                max_kl=args.guard_kl if stored is None else math.inf,
+                num_responses=len(scored),
+                max_kl=args.guard_kl,
                 reward_drop=args.guard_reward_drop if stored is None else math.inf,
                 entropy_share=args.guard_entropy,
             )
         if breach is not None:
             breach = f"step {step}: {breach}"
         if breach is None and step <= args.num_steps:
-            state |= {"moments": moments, "usual": add_to_usual(state["usual"], measured)}
             if args.guard != "off" and (
                 checkpoint is None or (step - 1) % args.guard_save_every_steps == 0
             ):
                 tracker.phase("saving a checkpoint")
                 previous = checkpoint
                 checkpoint, num_returns = output_dir / "checkpoints" / f"step_{step - 1}", 0
-                save_checkpoint(checkpoint, networks, state)
+                save_checkpoint(checkpoint, networks, state)  # without this step's data
                 if previous is not None and env.rank == 0:
-                    shutil.rmtree(previous)
+                    shutil.rmtree(previous, ignore_errors=True)
+            state |= {"moments": moments, "usual": add_to_usual(state["usual"], measured)}
         if step > args.num_steps:
             if breach is not None:
                 restore(breach)
@@ -1948,8 +1956,8 @@ def main(args: Args) -> None:
                     scheduler.step()
                 critic_scheduler.step()
         else:
-            if grad_norms:
-                norm = sum(grad_norms) / len(grad_norms)
+            norm = sum(grad_norms) / max(1, len(grad_norms))
+            if norm > 0:  # else there was nothing to learn from, and any gradient would be a breach
                 state["usual"] = add_to_usual(state["usual"], {"grad_norm": norm})
             if args.kl_controller == "adaptive" and step > args.critic_warmup_steps:
                 state["kl_coef"] = adapt_kl_coef(
@@ -2032,6 +2040,16 @@ def main(args: Args) -> None:
             metrics[f"rollout/reward/{name}"] = values.nanmean().item()
         tracker.dump_samples(f"step_{step}", samples.dump(advantages))
 
+        # -- shared: stored gap --
+        gap = metrics["rollout/logprob_gap_mean"]
+        if stored is not None and step == 1 and not gap <= MEAN_GAP_BF16:
+            print0(
+                f"log-probs of --rollouts_from={args.rollouts_from} differ by {gap:.2g} on average "
+                f"from those of --model={args.model} at --temperature={args.temperature}: were the "
+                "samples made by another model, or at another temperature?"
+            )
+        # -- end shared --
+
         # (h) eval
         if evaluates:
             metrics |= evaluate(step)
@@ -2040,17 +2058,6 @@ def main(args: Args) -> None:
             break
 
     # ---- [6] teardown ----
-    if args.save_critic:
-        critic_tokenizer = copy.deepcopy(tokenizer)
-        critic_tokenizer.pad_token = pad_token
-        export_hf(
-            critic,
-            critic_tokenizer,
-            stream_full_tensors(critic, dtype=torch.float32),
-            path=output_dir / "critic",
-            source=args.critic_source,
-            stop_token_ids=stop_ids,
-        )
     # -- shared: save --
     tracker.phase("saving")
     export_hf(
@@ -2066,6 +2073,17 @@ def main(args: Args) -> None:
     tracker.finish()
     print0(f"final checkpoint: {output_dir / 'final'}")
     # -- end shared --
+    if args.save_critic:
+        critic_tokenizer = copy.deepcopy(tokenizer)
+        critic_tokenizer.pad_token = pad_token
+        export_hf(
+            critic,
+            critic_tokenizer,
+            stream_full_tensors(critic, dtype=torch.float32),
+            path=output_dir / "critic",
+            source=args.critic_source,
+            stop_token_ids=stop_ids,
+        )
     if env.rank == 0:
         shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
     scorer.close()

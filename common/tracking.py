@@ -42,10 +42,12 @@ def prepare_output_dir(output_dir: str, *, overwrite: bool, inputs: Sequence[str
             "choose another or pass --overwrite True"
         )
     for name in inputs:
-        source = Path(name.removeprefix("model:").partition("[")[0]).expanduser()
         homes = [(path / result).resolve() for result in _RESULTS]
-        if source.exists() and any(source.resolve().is_relative_to(home) for home in homes):
-            raise ValueError(f"--output_dir={output_dir} would overwrite {name}, which is read")
+        whole = name.removeprefix("model:")
+        for part in (whole, whole.partition("[")[0]):  # a[1] may be a folder, or a slice of a
+            source = Path(part).expanduser()
+            if source.exists() and any(source.resolve().is_relative_to(home) for home in homes):
+                raise ValueError(f"--output_dir={output_dir} would overwrite {name}, which is read")
     try:
         path.mkdir(parents=True, exist_ok=True)
         if os.environ.get("RANK", "0") == "0" and path.resolve() not in _locks:

@@ -2,6 +2,7 @@
 
     python scripts/plot.py runs/demo/grpo
     python scripts/plot.py runs/a runs/b --output comparison.png
+    python scripts/plot.py runs/pipeline/ppo --metrics eval/reward/exact policy/kl_response
 
 Reads `metrics.jsonl` of each run folder, also of one that is still running. A panel appears when
 at least one run has its metric; the faint line is the metric, the strong one its running mean.
@@ -72,24 +73,32 @@ def running_mean(values: list[float]) -> list[float]:
     return means
 
 
-def plot(runs: list[Path], output: Path) -> None:
-    """Draw the panels that these runs have metrics for.
+def panels_of(names: list[str]) -> tuple[Panel, ...]:
+    """A panel for each metric, with its name as title."""
+    return tuple(
+        Panel(name, None, name) if name.startswith("eval/") else Panel(name, name, None)
+        for name in names
+    )
+
+
+def plot(runs: list[Path], output: Path, choice: tuple[Panel, ...] = PANELS) -> None:
+    """Draw those panels of the choice that these runs have metrics for.
 
     Raises:
         ValueError: a run without metrics, or none of the panels' metrics in any run.
     """
     metrics = {run: read_metrics(run) for run in runs}
     for rows in metrics.values():
-        if series(rows, "rollout/reward")[0]:
+        if choice is PANELS and series(rows, "rollout/reward")[0]:
             for row in rows:
                 row.pop("policy/loss", None)  # of a policy gradient: no measure of progress
 
     def has(name: str | None) -> bool:
         return any(series(rows, name)[0] for rows in metrics.values())
 
-    panels = [panel for panel in PANELS if has(panel.train) or has(panel.evaluation)]
+    panels = [panel for panel in choice if has(panel.train) or has(panel.evaluation)]
     if not panels:
-        names = ", ".join(name for p in PANELS for name in (p.train, p.evaluation) if name)
+        names = ", ".join(name for p in choice for name in (p.train, p.evaluation) if name)
         raise ValueError(f"none of {names} is in {', '.join(map(str, runs))}")
 
     figure, axes = plt.subplots(
@@ -109,7 +118,7 @@ def plot(runs: list[Path], output: Path) -> None:
             if steps:
                 style = "--" if panel.train else "-"
                 ax.plot(steps, values, style, color=color, marker="o", markersize=4, label=label)
-                if panel.bounds and len(runs) == 1:
+                if len(runs) == 1 and (panel.bounds or choice is not PANELS):
                     annotate_ends(ax, steps, values)
         decorate(ax, panel, legend=len(runs) > 1 or (has(panel.train) and has(panel.evaluation)))
     if len(runs) == 1:
@@ -164,10 +173,14 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=None, help="default: learning_curve.png in the first run"
     )
+    parser.add_argument(
+        "--metrics", nargs="+", default=None, metavar="NAME", help="these instead of the usual ones"
+    )
     args = parser.parse_args()
+    choice = PANELS if args.metrics is None else panels_of(args.metrics)
     output = args.output or args.runs[0] / "learning_curve.png"
     try:
-        plot(list(dict.fromkeys(args.runs)), output)
+        plot(list(dict.fromkeys(args.runs)), output, choice)
     except ValueError as error:
         parser.error(str(error))
     print(output)

@@ -195,6 +195,20 @@ def check_near_start(task: Path, final: Path) -> None:
     assert max((weights[k].float() - v).abs().max() for k, v in start.items() if k in weights) < 0.1
 
 
+def test_guard_allows_the_first_gradient_after_none(task: Path) -> None:
+    """While all scores are 0 there is no gradient; the first one was 100 times their mean."""
+    (task / "late.py").write_text(
+        "calls = 0\n"
+        "def late(prompts, completions, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return [float(calls > 3) * len(c) for c in completions]\n"
+    )
+    out = finish(task, "sparse", rewards=f"{task / 'late.py'}:late", guard="stop", num_steps=4)
+    norms = [row["optim/grad_norm"] for row in metrics(out)]
+    assert norms[0] == norms[1] == 0 and norms[-1] > 0.01
+
+
 def test_guard_checks_the_last_update_too(task: Path) -> None:
     """`final` and the last evaluation are those of a policy that the guard has seen to be sound."""
     extra: dict[str, object] = {"eval_dataset": task / "data.jsonl", "eval_temperature": 1.0}
@@ -294,11 +308,13 @@ def test_critic_starts_from_the_reward_model(task: Path) -> None:
     out = finish(task, "judged", rewards=f"model:{judge}", critic_learning_rate=1e-9, num_steps=1)
     (row,) = metrics(out)
     assert row["value/mean"] != 0
-    tokenizer.add_tokens(["zz"])
+    tokenizer.add_tokens(["zz"])  # a token more does no harm, one less does
     other = make_tiny_model(task / "other", tokenizer=tokenizer)
-    answer = run("ppo.py", *flags(task, output_dir=task / "bad", critic_model=other))
+    finish(task, "wider", critic_model=other, num_steps=1)
+    bad: dict[str, object] = {"model": other, "critic_model": task / "model"}
+    answer = run("ppo.py", *flags(task, output_dir=task / "bad", **bad))
     assert answer.returncode != 0 and "--critic_model=" in answer.stderr, answer.stderr
-    assert "its tokenizer is not that of" in answer.stderr
+    assert "its tokenizer does not have the tokens of" in answer.stderr
 
 
 def test_wrong_flags_are_told_by_name() -> None:
@@ -323,6 +339,7 @@ def test_wrong_flags_are_told_by_name() -> None:
         "--filtration_k=0 must be": {"filtration_k": 0},
         "--samples_per_prompt=0 must be": {"samples_per_prompt": 0},
         "--dual_clip=1 must be above 1": {"dual_clip": 1},
+        "--tis_cap=nan must be at least 1": {"tis_cap": math.nan},
         "--missing_eos_penalty=-1 must be": {"missing_eos_penalty": -1},
         "--guard_kl=0 must be": {"guard_kl": 0},
         "--ref_model=r is not used with --kl_coef=0": {"ref_model": "r", "kl_coef": 0},

@@ -529,6 +529,13 @@ def test_value_loss_by_hand() -> None:
     assert not cut.any()
 
 
+def test_a_clip_that_does_not_bind_is_not_counted() -> None:
+    """Its error differed from the plain one by rounding, so the metric depended on the packing."""
+    numbers = ("0x1.0d862cp-7", "0x1.853244p-5", "-0x1.8a29fp-3")
+    new, old, target = (torch.tensor([float.fromhex(number)]) for number in numbers)
+    assert not ppo.value_loss(new, old, target, clip=0.2)[1].any()
+
+
 def test_value_loss_of_trl_and_verl_in_numbers() -> None:
     """Both average half of the larger square over tokens, verl over those of the responses.
 
@@ -735,6 +742,7 @@ def test_usual_values_forget_in_about_ten_steps() -> None:
 
 USUAL = {"reward": 1.0, "reward_std": 0.2, "kl": 0.05, "entropy": 2.0}
 LIMITS: dict[str, Any] = {"max_kl": 1.0, "reward_drop": 0.5, "entropy_share": 0.1}
+LIMITS["num_responses"] = 1000
 
 
 def breach(usual: dict[str, float] | None = None, **measured: float) -> str:
@@ -782,6 +790,16 @@ def test_guard_on_rewards_that_are_negative_or_near_zero() -> None:
     assert breach(none, reward=0.0) == breach(none, reward=-1.0) == ""
     # and a std of 0 alone is no obstacle
     assert breach(USUAL | {"reward_std": 0.0}, reward=0.4) == "reward"
+
+
+def test_guard_leaves_room_for_the_noise_of_a_small_batch() -> None:
+    """16 scores of 0 or 1 with mean 0.3: their mean is 0 once in 300 steps."""
+    usual = USUAL | {"reward": 0.3, "reward_std": 0.46}
+    for num_responses, reward, reason in ((16, 0.0, None), (64, 0.0, "reward"), (64, 0.1, None)):
+        measured = usual | {"reward": reward}
+        limits = LIMITS | {"num_responses": num_responses}
+        found = ppo.guard_breach(measured, usual, **limits)
+        assert (found and found.partition(" ")[0]) == reason
 
 
 def test_guard_names_its_flags() -> None:

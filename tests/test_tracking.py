@@ -108,7 +108,8 @@ def test_what_a_run_reads_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_1.jsonl").write_text("{}")
-    for name in ("final", "rollouts/step_1.jsonl[:90%]"):
+    (tmp_path / "final" / "of[1]").mkdir()
+    for name in ("final", "final/of[1]", "rollouts/step_1.jsonl[:90%]"):
         for prefix in ("", "model:"):
             with pytest.raises(ValueError, match="would overwrite"):
                 inputs = ["hub/name", f"{prefix}{tmp_path}/{name}"]
