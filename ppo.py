@@ -1667,7 +1667,7 @@ def main(args: Args) -> None:
         # -- end shared --
 
         # (b) rewards: `rollout` has scored the responses; this is what the run makes of the scores
-        if not samples.scores.isfinite().any() and args.guard != "rollback":
+        if not samples.scores.isfinite().any() and args.guard == "off":
             raise ValueError(f"none of the {args.sequences_per_step} samples has a score")
         # -- shared: scores --
         scores = samples.scores.clone()  # (S,) f64
@@ -1677,7 +1677,7 @@ def main(args: Args) -> None:
         elif args.truncated_responses == "mask":
             in_loss &= ~samples.truncated
         # -- end shared --
-
+        # Which responses are trained on, and what becomes of the scores
         split = np.random.default_rng((args.seed, SPLIT_STREAM, step))
         kept = in_loss.clone()  # (S,) bool: responses to train on
         if args.filtration != "none":

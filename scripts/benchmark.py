@@ -6,15 +6,17 @@ r"""Speed of our scripts against a peer's, alternately on the same machine, mode
     python scripts/benchmark.py sft --rounds 3 --steps 20
     python scripts/benchmark.py dpo --rounds 3 --steps 20
     python scripts/benchmark.py reward_model --rounds 3 --steps 20
+    python scripts/benchmark.py ppo --rounds 3
 
 grpo: one optimizer step on P x G completions, by default of a random 3.3M-parameter Qwen3, which
 hardly ever stops early, so both sides sample the same number of tokens. sft: P prompts with their
 completions, of log-normal lengths. dpo, reward_model: P pairs, likewise; TRL's "grouped" has a
 sampler that puts pairs of one length together, which TRL itself does not offer for pairs, and its
 "precomputed" reference log-probs are not timed, as ours are not. Tokens of pairs are those of both
-sides in full, however they are computed. The first steps of every run are dropped. Numbers in the
-README come from here: medians over rounds and ratios within a round, because the speed of a shared
-machine drifts.
+sides in full, however they are computed. ppo: the same samples and one update as grpo, against
+grpo.py, which has neither critic nor reference (TRL 1.16 has no PPO). The first steps of every run
+are dropped. Numbers in the README come from here: medians over rounds and ratios within a round,
+because the speed of a shared machine drifts.
 """
 
 import argparse
@@ -32,7 +34,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 3
-DEFAULTS = {"grpo": (8, 64), "sft": (16, 512), "dpo": (8, 512), "reward_model": (8, 512)}
+DEFAULTS = {"grpo": (8, 64), "ppo": (8, 64), "sft": (16, 512), "dpo": (8, 512)}
+DEFAULTS["reward_model"] = DEFAULTS["dpo"]
 """what is raced -> prompts or pairs of a step, longest completion or sequence"""
 RACE_OPTIONS = (
     *("what", "steps", "prompts", "samples", "tokens", "threads", "dtype"),
@@ -216,18 +219,21 @@ def ours_pairs(
     }
 
 
-def ours(folder: Path, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """One run of grpo.py; mean seconds per step, by phase."""
+def ours(
+    folder: Path, options: argparse.Namespace, ranks: int, script: str = "grpo.py"
+) -> dict[str, Any]:
+    """One run of grpo.py or ppo.py, an update a step; mean seconds per step, by phase."""
     flags: dict[str, Any] = {
         "model": options.model or folder / "model",
         "dataset": options.dataset or folder / "prompts.jsonl",
         "rewards": f"{folder / 'reward.py'}:reward",
         "prompts_per_step": options.prompts,
         "samples_per_prompt": options.samples,
+        "num_minibatches": 1,
         "max_prompt_tokens": 16,
         "max_response_tokens": options.tokens,
     }
-    rows = run_script("grpo.py", folder, options, ranks, flags)
+    rows = run_script(script, folder, options, ranks, flags)
     result = {
         key.removeprefix("time/"): statistics.mean(row[key] for row in rows)
         for key in rows[0]
@@ -487,7 +493,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--model", help="another model than the random one (with --dataset)")
     parser.add_argument("--dataset", help="its jsonl file: prompt and answer, completion or pair")
-    parser.add_argument("--compile", action="store_true", help="not grpo: with torch.compile, too")
+    parser.add_argument(
+        "--compile", action="store_true", help="sft, pairs: with torch.compile, too"
+    )
     parser.add_argument("--only", nargs="+", help="names of the sides to run, as printed")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
@@ -508,6 +516,13 @@ def main() -> None:
         "TRL, vLLM": lambda: trl(folder, options, vllm=True),
         "TRL, transformers": lambda: trl(folder, options, vllm=False),
     }
+    if options.what == "ppo":
+        peers = ["grpo.py"]
+        sides = {
+            "ppo.py, 1 rank": lambda: ours(folder, options, 1, "ppo.py"),
+            "ppo.py, 2 ranks": lambda: ours(folder, options, 2, "ppo.py"),
+            "grpo.py": lambda: ours(folder, options, 1),
+        }
     if sft:
         peers = ["TRL, grouped", "TRL, default", "TRL, packed"]
         sides = {

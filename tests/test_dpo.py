@@ -15,14 +15,14 @@ from common.dist import DistEnv
 from common.model import load_model, load_tokenizer
 from common.pairs import load_pairs
 from scripts.make_toy import make_tokenizer as make_toy_tokenizer
-from tests.launch import metrics, run, same_every_time
+from tests.launch import launch, metrics, same_every_time
 from tests.test_invariance import pair_flags, write_pairs
 from tests.test_model import env as env  # the fixture
 from tests.tiny import CHAT_TEMPLATE, make_tiny_model
 
 
 def train(flags: list[object], out: Path, *more: object) -> tuple[list[dict[str, float]], str]:
-    answer = run("dpo.py", *flags, "--output_dir", out, *more)
+    answer = launch("dpo.py", *flags, "--output_dir", out, *more)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return [same_every_time(row) for row in metrics(out)], answer.stdout
 
@@ -95,7 +95,7 @@ def test_wrong_reference_logprobs_are_noticed(tmp_path: Path) -> None:
             values = arrays[0]["logprobs"][::-1].copy()  # of other rows
             shutil.rmtree(folder)
             save_arrays(folder, {"logprobs": values}, {})
-    answer = run("dpo.py", *flags, "--output_dir", tmp_path / "b")
+    answer = launch("dpo.py", *flags, "--output_dir", tmp_path / "b")
     assert answer.returncode != 0 and "self-test failed" in answer.stderr
 
 
@@ -105,14 +105,14 @@ def test_reference_that_does_not_fit(tmp_path: Path) -> None:
     flags = pair_flags(tmp_path)
     small = make_tiny_model(tmp_path / "small", flavour="no_template", vocab_size=100)
     out = tmp_path / "out"
-    answer = run("dpo.py", *flags, "--output_dir", out, "--ref_model", small)
+    answer = launch("dpo.py", *flags, "--output_dir", out, "--ref_model", small)
     assert answer.returncode != 0 and f"--ref_model={small}: the tokenizer makes" in answer.stderr
     toy = make_tiny_model(tmp_path / "toy", tokenizer=make_toy_tokenizer())
-    answer = run("dpo.py", *flags, "--output_dir", out, "--ref_model", toy)
+    answer = launch("dpo.py", *flags, "--output_dir", out, "--ref_model", toy)
     assert answer.returncode != 0 and f"--ref_model={toy}: its tokenizer gives" in answer.stderr
     make_tiny_model(out / "final", flavour="no_template")
     more = ["--overwrite", "True", "--ref_model", out / "final"]
-    answer = run("dpo.py", *flags, "--output_dir", out, *more)
+    answer = launch("dpo.py", *flags, "--output_dir", out, *more)
     assert answer.returncode != 0 and "would overwrite" in answer.stderr
     assert (out / "final" / "config.json").is_file()
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from tests.launch import command, copy_task, environment, metrics, run, same_every_time
+from tests.launch import command, copy_task, environment, launch, metrics, run, same_every_time
 from tests.test_scoring import make_reward_model, plain_scores
 from tests.tiny import make_tiny_model, make_tokenizer
 
@@ -224,7 +224,7 @@ def fails(task: Path, message: str, ranks: int | None = None, **overrides: objec
     """Run into an error; it must be told once, with a non-zero exit, and leave nothing whole."""
     out = task / "failing"
     settings = {"output_dir": out, "overwrite": True, "engine": "transformers"} | overrides
-    answer = run("grpo.py", *flags(task, **settings), ranks=ranks, timeout=120)
+    answer = launch("grpo.py", *flags(task, **settings), ranks=ranks, timeout=120)
     assert answer.returncode != 0
     text = answer.stderr + answer.stdout
     assert text.count(message) == 1, text
@@ -323,6 +323,6 @@ def test_a_killed_rank_ends_the_job(task: Path) -> None:
 
 def test_a_finished_run_is_not_overwritten_by_accident(task: Path, finished: Path) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
-    answer = run("grpo.py", *flags(task, output_dir=finished, engine="transformers"))
+    answer = launch("grpo.py", *flags(task, output_dir=finished, engine="transformers"))
     assert answer.returncode != 0 and "--overwrite" in answer.stderr
     assert (finished / "metrics.jsonl").read_bytes() == before

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import copy_task, metrics, run
+from tests.launch import copy_task, launch, metrics
 
 Layouts = dict[str, tuple[int | None, list[object]]]
 LAYOUTS: Layouts = {
@@ -40,7 +40,7 @@ def check(
     reference = None
     for name, (ranks, extra) in {"reference": (None, []), **layouts}.items():
         out = tmp_path / name.replace(" ", "_")
-        answer = run(script, *flags, "--output_dir", out, *extra, ranks=ranks)
+        answer = launch(script, *flags, "--output_dir", out, *extra, ranks=ranks)
         assert answer.returncode == 0, f"{name}: {answer.stderr[-3000:]}"
         rows, weights = metrics(out), load_file(out / "final" / "model.safetensors")
         for row in rows:  # pairs: tokens in full, whether their beginning is shared or not

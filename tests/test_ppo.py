@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo
-from tests.launch import copy_task, metrics, run, same_every_time
+from tests.launch import copy_task, launch, metrics, same_every_time
 from tests.test_grpo import read_samples
 from tests.test_scoring import make_reward_model
 from tests.tiny import make_tiny_model, make_tokenizer
@@ -59,7 +59,7 @@ def finish(task: Path, name: str, **overrides: object) -> Path:
     """A run that has to succeed; returns its folder."""
     out = task / name
     ranks: Any = overrides.pop("ranks", None)
-    answer = run("ppo.py", *flags(task, output_dir=out, **overrides), ranks=ranks)
+    answer = launch("ppo.py", *flags(task, output_dir=out, **overrides), ranks=ranks)
     assert answer.returncode == 0, answer.stderr
     return out
 
@@ -106,11 +106,11 @@ def test_replay_is_the_run_that_wrote_the_rollouts(task: Path, finished: Path, s
     if script == "grpo.py":
         online = task / "grpo"
         settings = {"critic_learning_rate": None}
-        answer = run(script, *flags(task, output_dir=online, **settings))
+        answer = launch(script, *flags(task, output_dir=online, **settings))
         assert answer.returncode == 0, answer.stderr
     replayed = task / f"replayed_{script}"
     settings |= {"dataset": None, "rewards": None, "engine": "vllm", "rollouts_from": online}
-    answer = run(script, *flags(task, output_dir=replayed, **settings))
+    answer = launch(script, *flags(task, output_dir=replayed, **settings))
     assert answer.returncode == 0, answer.stderr
     assert "self-test" not in answer.stdout and "INFO" not in answer.stderr
     for theirs, ours in zip(metrics(online)[-2:], metrics(replayed), strict=True):
@@ -136,7 +136,7 @@ def diverging(task: Path, kind: str, name: str, **overrides: object) -> Any:
     settings |= {"guard_save_every_steps": 2}
     settings |= {"save_critic": False, "output_dir": task / name} | overrides
     ranks: Any = settings.pop("ranks", None)
-    return run("tests/run_ppo_diverging.py", kind, 5, *flags(task, **settings), ranks=ranks)
+    return launch("tests/run_ppo_diverging.py", kind, 5, *flags(task, **settings), ranks=ranks)
 
 
 def test_guard_stops_a_diverging_run(task: Path) -> None:
@@ -180,7 +180,7 @@ def test_guard_does_not_roll_back_for_ever(task: Path) -> None:
     name = "hopeless"
     overrides: dict[str, object] = {"guard": "rollback", "guard_max_rollbacks": 2}
     overrides |= {"output_dir": task / name, "learning_rate": 1.0, "num_steps": 20}
-    answer = run("ppo.py", *flags(task, **overrides, num_minibatches=1, update_epochs=1))
+    answer = launch("ppo.py", *flags(task, **overrides, num_minibatches=1, update_epochs=1))
     assert answer.returncode != 0 and "Traceback" not in answer.stderr
     assert metrics(task / name)[-1]["optim/rollbacks"] == 3
     check_near_start(task, task / name / "final")
@@ -312,7 +312,7 @@ def test_critic_starts_from_the_reward_model(task: Path) -> None:
     other = make_tiny_model(task / "other", tokenizer=tokenizer)
     finish(task, "wider", critic_model=other, num_steps=1)
     bad: dict[str, object] = {"model": other, "critic_model": task / "model"}
-    answer = run("ppo.py", *flags(task, output_dir=task / "bad", **bad))
+    answer = launch("ppo.py", *flags(task, output_dir=task / "bad", **bad))
     assert answer.returncode != 0 and "--critic_model=" in answer.stderr, answer.stderr
     assert "its tokenizer does not have the tokens of" in answer.stderr
 
@@ -366,6 +366,6 @@ def test_the_inputs_of_a_run_are_not_overwritten(task: Path, finished: Path) -> 
         extra: dict[str, object] = {name: value, "overwrite": True, "output_dir": finished}
         if name == "rollouts_from":
             extra |= {"dataset": None, "rewards": None}
-        answer = run("ppo.py", *flags(task, **extra))
+        answer = launch("ppo.py", *flags(task, **extra))
         assert answer.returncode != 0 and "would overwrite" in answer.stderr, answer.stderr
     assert json.dumps(metrics(finished)) == before

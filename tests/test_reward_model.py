@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import reward_model
-from tests.launch import metrics, run
+from tests.launch import launch, metrics
 from tests.tiny import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
 
 TEMPLATE = CHAT_TEMPLATE.replace("<|im_end|>", "{% if mood == 'glad' %}!{% endif %}<|im_end|>")
@@ -23,7 +23,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 def train(model: Path, data: Path, out: Path, *more: object) -> list[dict[str, float]]:
     flags: list[object] = ["--model", model, "--dataset", data, "--eval_dataset", data]
     flags += ["--output_dir", out, "--num_steps", 1, "--pairs_per_step", 4, "--cache_dir", "None"]
-    answer = run("reward_model.py", *flags, "--max_sequence_tokens", 200, *more)
+    answer = launch("reward_model.py", *flags, "--max_sequence_tokens", 200, *more)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return metrics(out)
 

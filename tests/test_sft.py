@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import sft
-from tests.launch import metrics, run, same_every_time
+from tests.launch import launch, metrics, same_every_time
 from tests.tiny import make_tiny_model
 
 
@@ -44,13 +44,13 @@ def test_preview_shows_what_is_trained_and_leaves_nothing(tmp_path: Path) -> Non
     data = chats(tmp_path, "a.jsonl", "hello", 5)
     out = tmp_path / "out"
     base = [*flags(tmp_path, data), "--output_dir", out, "--preview", 2]
-    answer = run("sft.py", *base)
+    answer = launch("sft.py", *base)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("---- example") == 2
     assert "«hello 0<|im_end|>»" in answer.stdout and "«hello<|im_end|>»" in answer.stdout
     assert "hello 2" not in answer.stdout
     assert not out.exists() and not (tmp_path / "cache").exists()
-    answer = run("sft.py", *base, "--train_on", "last_turn", ranks=2)
+    answer = launch("sft.py", *base, "--train_on", "last_turn", ranks=2)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("«hello<|im_end|>»") == 2 and "«hello 0" not in answer.stdout
 
@@ -63,7 +63,7 @@ def test_mixture_slices_epochs_and_cache(tmp_path: Path) -> None:
     base += ["--num_epochs", 2.5, "--eval_dataset", f"{first}[80%:]", "--lr_schedule", "wsd"]
     logged = []
     for name in ("one", "two"):
-        answer = run("sft.py", *base, "--output_dir", tmp_path / name)
+        answer = launch("sft.py", *base, "--output_dir", tmp_path / name)
         assert answer.returncode == 0, answer.stderr
         assert ("from the cache" in answer.stdout) == (name == "two")
         logged.append([same_every_time(row) for row in metrics(tmp_path / name)])
@@ -79,7 +79,7 @@ def test_lora_leaves_a_merged_model_and_an_adapter(tmp_path: Path) -> None:
     base = flags(tmp_path, data)
     out = tmp_path / "out"
     lora = ["--lora_rank", 4, "--lora_alpha", 8, "--lora_target", "q_proj", "down_proj"]
-    answer = run(
+    answer = launch(
         "sft.py", *base, *lora, "--learning_rate", 1e-2, "--output_dir", out, "--export_dtype",
         "float32",
     )  # fmt: skip
@@ -117,6 +117,6 @@ def test_mistakes_are_named_before_anything_starts(tmp_path: Path) -> None:
         ("--dataset", f"{data}[5:]"): "[5:]",
         ("--lora_rank", "2", "--lora_target", "lm_head"): "--lora_target=lm_head",
     }.items():
-        answer = run("sft.py", *flags(tmp_path, data), "--output_dir", tmp_path / "out", *extra)
+        answer = launch("sft.py", *flags(tmp_path, data), "--output_dir", tmp_path / "out", *extra)
         assert answer.returncode != 0 and message in answer.stderr, (extra, answer.stderr)
         assert "Traceback" not in answer.stderr, answer.stderr
