@@ -1547,7 +1547,10 @@ def main(args: Args) -> None:
     def reduce(sums: dict[str, Tensor]) -> dict[str, float]:
         """The same sums over all ranks; 0 for those that no row has added to."""
         names = sorted(sums)
-        totals = torch.tensor([sums[name].item() for name in names], dtype=torch.float64)
+        start = torch.zeros(1, dtype=torch.float64, device=env.device)  # there may be no sums
+        totals = torch.cat([start, *(sums[name][None] for name in names)])[
+            1:
+        ].cpu()  # one host sync
         dist.all_reduce(totals)  # collective: all ranks
         return defaultdict(float, zip(names, totals.tolist(), strict=True))
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo
+from common.rollouts import StoredRollouts
 from tests.launch import copy_task, launch, metrics, same_every_time
 from tests.test_grpo import read_samples
 from tests.test_scoring import make_reward_model
@@ -127,8 +128,49 @@ def test_a_replay_is_evaluated_with_an_engine(task: Path, finished: Path) -> Non
     out = finish(task, "evaluated", **settings)
     for theirs, ours in zip(metrics(finished), metrics(out), strict=True):
         assert ours.get("eval/reward") == theirs.get("eval/reward")
-    out = finish(task, "continued", critic_model=finished / "critic", num_steps=1)
-    assert metrics(out)[0]["value/mean"] > 0.01
+
+
+def test_a_run_goes_on_from_policy_critic_and_reference(task: Path, finished: Path) -> None:
+    settings: dict[str, object] = {"model": finished / "final", "num_steps": 1}
+    out = finish(task, "forgetful", **settings)
+    assert metrics(out)[0]["value/mean"] == metrics(out)[0]["policy/kl_ref"] == 0
+    settings |= {"critic_model": finished / "critic", "ref_model": task / "model"}
+    out = finish(task, "continued", **settings)
+    assert metrics(out)[0]["value/mean"] > 0.01 and metrics(out)[0]["policy/kl_ref"] > 1e-4
+
+
+def test_rollouts_that_do_not_belong_to_the_run(task: Path, finished: Path) -> None:
+    """Of another temperature: said. Too few, or with ids that the model lacks: refused."""
+    settings: dict[str, object] = {"dataset": None, "rewards": None, "num_steps": 1}
+    settings |= {"output_dir": task / "foreign", "overwrite": True, "rollouts_from": finished}
+    said = "were the samples made by another model, or at another temperature?"
+    for temperature in (1.0, 0.2):
+        answer = launch("ppo.py", *flags(task, **settings, temperature=temperature))
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.count(said) == (temperature != 1.0), answer.stdout
+    sample = read_samples(finished / "rollouts" / "step_1.jsonl")[0]
+    path = task / "wrong.jsonl"
+    path.write_text(json.dumps(sample | {"response_ids": [320] * len(sample["response_ids"])}))
+    settings |= {"rollouts_from": path, "samples_per_prompt": 1}
+    for size, message in ((8, "has 1 prompts, fewer than --prompts_per_step=8"), (1, "id 320,")):
+        more = {"prompts_per_step": size, "num_minibatches": 1}
+        answer = launch("ppo.py", *flags(task, **settings | more))
+        assert answer.returncode != 0 and message in answer.stderr, answer.stderr
+
+
+def test_a_stored_response_without_a_stop_token_was_cut_off(tmp_path: Path) -> None:
+    lines = [
+        {"prompt_ids": [1], "response_ids": ids, "rollout_logprobs": [-1.0] * 2, "score": 0.0}
+        for ids in ([2, 5], [5, 2], [5, 2], [2, 5])
+    ]
+    lines[2]["truncated"], lines[3]["truncated"] = False, True  # what is said counts
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stored = StoredRollouts(
+        str(path), samples_per_prompt=1, max_prompt_tokens=9, max_response_tokens=9
+    )
+    samples = ppo.replay(stored, [0, 1, 2, 3], stop_ids=[5, 6])
+    assert samples.truncated.tolist() == [False, True, False, True]
 
 
 def diverging(task: Path, kind: str, name: str, **overrides: object) -> Any:
@@ -308,6 +350,9 @@ def test_critic_starts_from_the_reward_model(task: Path) -> None:
     out = finish(task, "judged", rewards=f"model:{judge}", critic_learning_rate=1e-9, num_steps=1)
     (row,) = metrics(out)
     assert row["value/mean"] != 0
+    settings = {"rewards": f"model:{judge}", "normalize_scores": True, "num_steps": 1}
+    (row,) = metrics(finish(task, "rescaled", **settings))  # its scale is not that of the scores
+    assert row["value/mean"] == 0 and row["optim/critic_grad_norm"] > 0
     tokenizer.add_tokens(["zz"])  # a token more does no harm, one less does
     other = make_tiny_model(task / "other", tokenizer=tokenizer)
     finish(task, "wider", critic_model=other, num_steps=1)
